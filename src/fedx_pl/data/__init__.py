@@ -1,0 +1,1 @@
+"""Where images come from, who owns them, and how they become batches."""

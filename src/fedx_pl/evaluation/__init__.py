@@ -1,0 +1,1 @@
+"""How good a frozen encoder is: kNN and linear probe on cached features."""

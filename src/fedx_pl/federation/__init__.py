@@ -1,0 +1,1 @@
+"""The rounds: choose clients, train each, fold their updates, measure and save."""

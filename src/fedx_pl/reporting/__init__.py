@@ -1,0 +1,1 @@
+"""What people look at: TensorBoard, the terminal and the run folder's tables."""
