@@ -1,0 +1,60 @@
+# Two commands do everything: `make cifar10-byol-fedx` and `make test`. `make help` lists the rest.
+PYTHON  ?= python3
+PROFILE ?= auto
+SEED    ?= 0
+ARGS    ?=
+
+BIN     := .venv/bin
+DATA    := cifar10 svhn fmnist imagenet10
+METHODS := simclr moco byol protocl fedu
+RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-fast lint format tensorboard clean $(RUNS)
+
+help:  ## List the targets
+	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
+	@echo "    DATA: $(DATA)    METHOD: $(METHODS)"
+	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1|/' | column -t -s '|'
+
+# byol-fedx on cifar10 is nothing but: data=cifar10 method=byol fedx=true
+$(RUNS): .venv/installed
+	$(BIN)/fedx-pl train data=$(word 1,$(subst -, ,$@)) method=$(word 2,$(subst -, ,$@)) fedx=$(if $(filter %-fedx,$@),true,false) profile=$(PROFILE) seed=$(SEED) $(ARGS)
+
+install: .venv/installed  ## Create .venv and install fedx-pl (about 5.5 GB with torch)
+
+tensorboard: .venv/installed  ## Open the dashboards of all runs
+	$(BIN)/tensorboard --logdir runs
+
+test: lint .venv/installed-dev  ## Lint, types and all tests, the slow real-data ones too
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -m slow
+
+test-fast: .venv/installed-dev  ## The fast tests only
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: .venv/installed-dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-dev  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove the environment and caches; data/ and runs/ stay
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than Python 3.11; type make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: setup.cfg | .venv/bin/python
+	@echo "Installing fedx-pl with torch into .venv: about 5.5 GB, a few minutes on the first run."
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+.venv/installed-dev: setup.cfg .venv/installed
+	$(BIN)/python -m pip install --quiet -e .[dev]
+	@touch $@

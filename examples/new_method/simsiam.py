@@ -1,0 +1,40 @@
+"""SimSiam (Chen & He, 2021): a method of your own in one loss and one extra network.
+
+fedx-pl train method=simsiam:SimSiam fedx=true profile=cpu        (from this folder)
+"""
+
+from typing import Any
+
+import torch
+from lightly.loss import NegativeCosineSimilarity
+from lightly.models.modules.heads import SimSiamPredictionHead, SimSiamProjectionHead
+from torch import nn
+
+from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
+
+
+class SimSiam(SSLMethod):
+    """Predict one view's embedding from the other's, whose gradient is stopped."""
+
+    def __init__(self, backbone: nn.Module, *, bottleneck: int = 64, **base: Any) -> None:
+        """Adds the predictor.
+
+        Args:
+            backbone: see `SSLMethod`.
+            bottleneck: hidden units of the predictor.
+            base: keyword arguments of `SSLMethod`.
+        """
+        super().__init__(backbone, **base)
+        self.projector = SimSiamProjectionHead(self.feature_dim, self.hidden_dim, self.embed_dim)
+        self.predictor = SimSiamPredictionHead(self.embed_dim, bottleneck, self.embed_dim)
+        self.distance = NegativeCosineSimilarity()
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """Negative cosine, symmetrised."""
+        first, second = self.predictor(torch.cat([z.first, z.second])).chunk(2)
+        loss = self.distance(first, z.second.detach()) + self.distance(second, z.first.detach())
+        return Loss(simsiam=loss / 2)
+
+
+class FedXSimSiam(FedXMixin, SimSiam):
+    """With FedX: nothing else to write."""

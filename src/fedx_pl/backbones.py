@@ -1,0 +1,92 @@
+"""Encoders: ResNets with a stem for small or for large images, at any width."""
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+import torchvision
+from torch import nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from fedx_pl.errors import UserError
+
+# Blocks per stage. resnet10 is no torchvision model: one block per stage, for CPUs.
+_STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
+    "resnet10": (BasicBlock, [1, 1, 1, 1]),
+    "resnet18": (BasicBlock, [2, 2, 2, 2]),
+    "resnet34": (BasicBlock, [3, 4, 6, 3]),
+    "resnet50": (Bottleneck, [3, 4, 6, 3]),
+}
+_LARGE = 96  # From this side on the stem that shrinks the image four-fold pays.
+
+
+@dataclass(frozen=True)
+class BackboneOptions:
+    """Which encoder is trained."""
+
+    name: str = field(
+        default="resnet18", metadata={"help": "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet"}
+    )
+    width: int = field(
+        default=64, metadata={"help": "channels of the first stage; 64 is the full network, 16 a thin one"}
+    )
+    stem: str = field(
+        default="auto", metadata={"help": "cifar (3x3, no pooling) | imagenet (7x7, pooled) | auto by image size"}
+    )
+
+
+def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Module:
+    """Makes an encoder that maps (n, channels, h, w) to (n, ``feature_dim``); its names match torchvision's ResNet.
+
+    Args:
+        options: name, width and stem.
+        channels: 1 for greyscale, 3 for colour.
+        image_size: side of the images, which decides an ``auto`` stem.
+    """
+    if options.stem not in ("auto", "cifar", "imagenet"):
+        raise UserError(f"backbone.stem={options.stem!r} is not a stem; type backbone.stem=auto, cifar or imagenet")
+    if options.width < 1:
+        raise UserError(
+            f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
+        )
+    stages = _STAGES.get(options.name)
+    net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options)
+    small = options.stem == "cifar" or (options.stem == "auto" and image_size < _LARGE)
+    if small:
+        net.conv1 = nn.Conv2d(channels, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    elif channels != 3:
+        net.conv1 = nn.Conv2d(channels, net.conv1.out_channels, 7, stride=2, padding=3, bias=False)
+    nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
+    net.feature_dim = net.fc.in_features
+    net.fc = nn.Identity()
+    return net
+
+
+def _resnet(block: type[BasicBlock | Bottleneck], stages: list[int], width: int) -> ResNet:
+    """torchvision's ResNet with ``width`` instead of 64 channels in the first stage."""
+    net = ResNet(block, stages)
+    if width == 64:
+        return net
+    net.inplanes = width
+    net.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+    net.bn1 = nn.BatchNorm2d(width)
+    for i, blocks in enumerate(stages):
+        stage = net._make_layer(block, width * 2**i, blocks, stride=1 if i == 0 else 2)
+        for module in stage.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        setattr(net, f"layer{i + 1}", stage)
+    net.fc = nn.Linear(width * 8 * block.expansion, 1)
+    return net
+
+
+def _torchvision_resnet(options: BackboneOptions) -> ResNet:
+    known = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
+    if options.name not in known:
+        nearest = get_close_matches(options.name, [*_STAGES, *known], n=1, cutoff=0.0)
+        raise UserError(f"backbone.name={options.name!r} is not known; did you mean backbone.name={nearest[0]}?")
+    if options.width != 64:
+        raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
+    net = torchvision.models.get_model(options.name, weights=None)
+    assert isinstance(net, ResNet)
+    return net

@@ -1,0 +1,325 @@
+"""The configuration of a run: typed, composed from small files, validated, then frozen.
+
+    compose(["data=cifar10", "method=byol", "fedx=true", "federation.rounds=20"])
+
+An override is ``group=choice`` or ``key=value``. Choices are applied first, in the order data, recipe, profile,
+whatever their place on the command line; then each ``key=value``. A choice of ``data``, ``recipe`` or ``profile`` is a
+file ``configs/GROUP/CHOICE.yaml`` that overrides the schema's defaults, which are the paper's; ``method`` is a class,
+whose keyword arguments are the keys ``method.*``; ``fedx=true`` is short for ``fedx.enabled=true``.
+
+Keys end at the first ``=`` and values are taken as they are (lists as YAML), so that paths may hold any character.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fedx_pl import methods
+from fedx_pl.backbones import BackboneOptions
+from fedx_pl.data.augment import AugmentOptions
+from fedx_pl.data.partition import PartitionOptions
+from fedx_pl.data.sources import DataOptions
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.methods.base import OptimOptions, SSLMethod
+from fedx_pl.mixins.fedx import FedXOptions
+
+_INSTALLED = Path(__file__).parent / "configs"
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def _require(key: str, value: object, ok: bool, instead: str) -> None:
+    if not ok:
+        raise UserError(f"{key}={value} is not possible; type {instead}")
+
+
+@dataclass(frozen=True)
+class FederationOptions:
+    """Who trains, and how often."""
+
+    clients: int = field(default=10, metadata={"help": "N, how many clients own the images"})
+    rounds: int = field(default=100, metadata={"help": "R, communication rounds"})
+    epochs: int = field(default=10, metadata={"help": "E, local epochs per round"})
+    fraction: float = field(default=1.0, metadata={"help": "share of the clients that train in a round"})
+    min_clients: int = field(default=1, metadata={"help": "good updates a round needs"})
+    batchnorm: str = field(
+        default="average", metadata={"help": "average: statistics too | local: each client keeps its own"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "rounds", "epochs", "min_clients"):
+            _require(f"federation.{name}", value := getattr(self, name), value >= 1, f"federation.{name}=1 or more")
+        _require("federation.fraction", self.fraction, 0 < self.fraction <= 1, "a share in (0, 1], e.g. 0.5")
+        known = self.batchnorm in ("average", "local")
+        _require("federation.batchnorm", self.batchnorm, known, "federation.batchnorm=average or local")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how a run happens; nothing here changes what is computed."""
+
+    root: str = field(default="runs", metadata={"help": "folder of all runs"})
+    dir: str = field(default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"})
+    resume: str = field(
+        default="auto", metadata={"help": "auto: go on where this run stopped | never: the folder must be new"}
+    )
+    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | cuda:1 ..."})
+    threads: int = field(default=0, metadata={"help": "CPU threads; 0 = torch's choice"})
+    keep: int = field(default=2, metadata={"help": "checkpoints kept"})
+    resident_gb: float = field(default=4.0, metadata={"help": "images up to this size stay on the training device"})
+    client_curves: int = field(default=10, metadata={"help": "clients with loss curves of their own in TensorBoard"})
+
+    def __post_init__(self) -> None:
+        _require(
+            "run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never (short: resume=)"
+        )
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Which method; `compose` adds the method's own hyper-parameters as further fields."""
+
+    name: str = "simclr"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    name: str = field(default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"})
+    seed: int = field(default=0, metadata={"help": "all randomness derives from it"})
+    profile: str = field(default="paper", metadata={"help": "the choice made for this group"})
+    recipe: str = field(default="paper", metadata={"help": "the choice made for this group"})
+    data: DataOptions = field(default_factory=DataOptions)
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    backbone: BackboneOptions = field(default_factory=BackboneOptions)
+    method: MethodOptions = field(default_factory=MethodOptions)
+    fedx: FedXOptions = field(default_factory=FedXOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    federation: FederationOptions = field(default_factory=FederationOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """Keyword arguments of the method."""
+        return {key: value for key, value in dataclasses.asdict(self.method).items() if key != "name"}
+
+    @property
+    def relation_size(self) -> int:
+        """Images in the relation batch, if the method asks for one."""
+        return self.fedx.relation_size or self.optim.batch_size // 2
+
+    def content(self) -> dict[str, Any]:
+        """What decides the result: all keys but where things are and how the run is carried out."""
+        content = dataclasses.asdict(self)
+        del content["run"]
+        for place in ("root", "cache", "download", "workers"):
+            del content["data"][place]
+        return content
+
+    @property
+    def hash(self) -> str:
+        """Eight digits that tell two results apart."""
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run lives."""
+        return Path(self.run.dir) if self.run.dir else Path(self.run.root) / f"{self.name}-s{self.seed}-{self.hash}"
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; `load` reads it back."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+
+FILE_GROUPS = ("data", "recipe", "profile")
+_SHORT = {"resume": "run.resume", "fedx": "fedx.enabled"}
+
+
+def choices(group: str) -> list[str]:
+    """What may be typed after ``group=``."""
+    if group == "method":
+        return list(methods.BUILT_IN)
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Builds the configuration of a run.
+
+    Args:
+        overrides: ``group=choice`` and ``key=value`` strings.
+
+    Raises:
+        UserError: an unknown key, choice or method, or a value of the wrong type; it names the nearest valid one.
+    """
+    chosen = {"data": "cifar10", "recipe": "paper", "profile": "paper", "method": "simclr"}
+    settings: list[tuple[str, str]] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise UserError(f"{override!r} is not an override; type key=value, e.g. federation.rounds=20")
+        if key in chosen:
+            chosen[key] = value
+        else:
+            settings.append((_SHORT.get(key, key), value))
+    if chosen["profile"] == "auto":
+        chosen["profile"] = "paper" if torch.cuda.is_available() else "cpu"
+
+    schema = _schema(chosen["method"])
+    for group in FILE_GROUPS:
+        schema = _merge(schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml")
+    schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
+    for key, value in settings:
+        schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
+    if not schema.name:
+        schema.name = _default_name(schema)
+    return _frozen(schema)
+
+
+def load(path: Path) -> Config:
+    """Reads a run folder's ``config.yaml`` back."""
+    try:
+        content = yaml.safe_load(path.read_text())
+        schema = _schema(content["method"]["name"])
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not a readable run configuration ({error})") from error
+    return _frozen(_merge(schema, content, str(path)))
+
+
+def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]:
+    """A method's keyword arguments by name: (type, default, help), its own first, then its bases'."""
+    found: dict[str, tuple[Any, Any, str]] = {}
+    for cls in method.__mro__:
+        init = vars(cls).get("__init__")
+        if init is None:
+            continue
+        hints, helps = typing.get_type_hints(init), _argument_help(init)
+        parameters = inspect.signature(init).parameters.values()
+        for parameter in parameters:
+            plain = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+            if plain and parameter.name not in ("optim", "fedx"):
+                hint = hints.get(parameter.name, Any)
+                found.setdefault(parameter.name, (hint, parameter.default, helps.get(parameter.name, "")))
+        if cls is SSLMethod or not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """All keys of the schema as (dotted name, default, help), for ``--help``; a method's own are not among them."""
+    for item in dataclasses.fields(config_class):
+        default = getattr(config_class(), item.name)
+        if dataclasses.is_dataclass(default):
+            yield from all_keys(type(default), f"{prefix}{item.name}.")
+        elif item.name != "method":
+            yield prefix + item.name, default, item.metadata.get("help", "")
+
+
+def _schema(method_name: str) -> DictConfig:
+    """The typed tree of all keys, with the method's hyper-parameters in their place."""
+    own: list[Any] = [("name", str, field(default=method_name))]
+    for key, (hint, default, _) in hyper_parameters(methods.find(method_name)).items():
+        many = isinstance(default, list | tuple)
+        own.append((key, hint, field(default_factory=partial(list, default)) if many else field(default=default)))
+    options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)
+    whole = [("method", options, field(default_factory=options))]
+    return _unlocked(OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True)))
+
+
+def _frozen(schema: DictConfig) -> Config:
+    config = OmegaConf.to_object(schema)
+    assert isinstance(config, Config)
+    return config
+
+
+def _argument_help(init: Any) -> dict[str, str]:
+    """The one-line descriptions in a Google-style docstring's Args."""
+    return dict(re.findall(r"^\s+(\w+): (.+)$", inspect.getdoc(init) or "", flags=re.MULTILINE))
+
+
+def _read_choice(group: str, choice: str) -> dict[str, Any]:
+    path = CONFIGS / group / f"{choice}.yaml"
+    if choice not in choices(group):
+        raise UserError(
+            f"{group}={choice} is not known; did you mean {group}={_nearest(choice, choices(group))}? "
+            f"Known: {', '.join(choices(group))}"
+        )
+    return yaml.safe_load(path.read_text()) or {}
+
+
+def _value(text: str) -> Any:
+    """Lists and mappings are read as YAML; anything else stays text, which the schema converts to its type."""
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        return yaml.load(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError:
+        return text
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(schema, content))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "") or where.partition("=")[0]
+        known = _all_keys(schema)
+        if key not in known:
+            raise UserError(
+                f"{where}: there is no key {key!r}; did you mean {_nearest(key, known)!r}? "
+                f"`fedx-pl train --help` lists all"
+            ) from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{where}: wrong type for {key}: {reason}") from error
+
+
+def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
+    found = []
+    for key in map(str, node):
+        child = node._get_node(key)
+        found.append(f"{prefix}{key}")
+        if isinstance(child, DictConfig):
+            found += _all_keys(child, f"{prefix}{key}.")
+    return found
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    """The valid word most like ``word``; a right last part in the wrong group counts as near."""
+    same_leaf = [candidate for candidate in words if candidate.split(".")[-1] == word.split(".")[-1]]
+    return (same_leaf or get_close_matches(word, words, n=1, cutoff=0.0))[0]
+
+
+def _unlocked(node: DictConfig) -> DictConfig:
+    """OmegaConf makes nodes of frozen dataclasses read-only; composing needs to write."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        if isinstance(child := node._get_node(key), DictConfig):
+            _unlocked(child)
+    return node
+
+
+def _default_name(schema: DictConfig) -> str:
+    method = str(schema.method.name).rpartition(":")[2].lower()
+    suffix = "-fedx" if schema.fedx.enabled else ""
+    return f"{schema.data.name}-{method}{suffix}-{schema.profile}"

@@ -1,0 +1,113 @@
+"""What the rest of the package knows about images: the options that choose them and the arrays that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+DATASETS: tuple[str, ...] = ("cifar10", "cifar100", "svhn", "fmnist", "imagenet10", "folder")
+
+
+@dataclass
+class DataOptions:
+    """The config group ``data``."""
+
+    name: str = field(default="cifar10", metadata={"help": "cifar10, cifar100, svhn, fmnist, imagenet10 or folder"})
+    root: str = field(
+        default="data",
+        metadata={
+            "help": "where archives lie; for folder: your images; for imagenet10: the folder with train/ and val/"
+        },
+    )
+    cache: str = field(
+        default="",
+        metadata={"help": "where decoded copies go; empty: ROOT/cache, or data/cache for folder and imagenet10"},
+    )
+    verify: bool = field(default=True, metadata={"help": "false accepts a copy that is not the official one"})
+    download: bool = field(default=True, metadata={"help": "false never touches the network"})
+    limit: int = field(default=0, metadata={"help": "use this many training images, chosen by the seed; 0 = all"})
+    test_limit: int = field(default=0, metadata={"help": "use this many test images, chosen by the seed; 0 = all"})
+    image_size: int = field(
+        default=0, metadata={"help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"}
+    )
+    grayscale: bool = field(default=False, metadata={"help": "folder: store one channel instead of three"})
+    labels: str = field(
+        default="none", metadata={"help": "folder: none, folders (parent folder = class) or a CSV file path,label"}
+    )
+    test_root: str = field(
+        default="", metadata={"help": "folder: labelled images to evaluate on; empty: hold out test_fraction"}
+    )
+    test_fraction: float = field(
+        default=0.2, metadata={"help": "folder: share of the labelled images kept out of training, to evaluate on"}
+    )
+    classes: list[str] = field(
+        default_factory=list, metadata={"help": "imagenet10: the class folders to use, e.g. [n01440764,n02102040]"}
+    )
+    mean: list[float] = field(
+        default_factory=list, metadata={"help": "per channel, in 0..1, subtracted from every image; empty = 0.5"}
+    )
+    std: list[float] = field(default_factory=list, metadata={"help": "per channel, divides every image; empty = 0.25"})
+    workers: int = field(default=0, metadata={"help": "processes that decode images; 0 = number of cores"})
+
+
+def root_folder(options: DataOptions) -> Path:
+    """``root`` as a path, ``~`` expanded."""
+    return Path(options.root).expanduser()
+
+
+def cache_folder(options: DataOptions) -> Path:
+    """Where decoded copies go.
+
+    A folder of images is the user's own and often read-only, so its cache defaults to the working directory.
+    """
+    if options.cache:
+        return Path(options.cache).expanduser()
+    return Path("data/cache") if options.name in ("folder", "imagenet10") else root_folder(options) / "cache"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images that are used together.
+
+    Attributes:
+        images: uint8, ``(N, H, W, C)``; copy-on-write memory map of the cache when large.
+        labels: int64, ``(N,)``, -1 where an image has none; ``None`` when no image has one.
+        groups: int64, ``(N,)``, the top-level sub-folder of each image, an index into ``ImageData.group_names``.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray | None
+    groups: np.ndarray | None = None
+
+    def take(self, index: np.ndarray) -> Split:
+        """Returns a copy of the rows ``index`` ``(n,)``."""
+        labels = None if self.labels is None else self.labels[index]
+        groups = None if self.groups is None else self.groups[index]
+        return Split(np.asarray(self.images[index]), labels, groups)
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A dataset, decoded and verified.
+
+    Attributes:
+        name: one of ``DATASETS``.
+        train: what clients train on.
+        test: labelled images never trained on; ``None`` when there is nothing to evaluate on.
+        classes: names, by label.
+        group_names: names, by group.
+        source: where the content came from, for people.
+        fingerprint: short hash of the content and of the subset taken; split files store it.
+        skipped: files in the folder that are no readable images.
+    """
+
+    name: str
+    train: Split
+    test: Split | None
+    classes: tuple[str, ...]
+    group_names: tuple[str, ...]
+    source: str
+    fingerprint: str
+    skipped: int = 0

@@ -1,0 +1,121 @@
+"""One client's batches: index the resident images, augment the whole batch on the training device."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedx_pl.data.augment import Augment
+from fedx_pl.methods.base import Views
+from fedx_pl.seeding import derive
+
+
+class ImageStore:
+    """All images of the process, uint8 (N, H, W, C): on the training device if they fit, else read as needed."""
+
+    def __init__(self, images: np.ndarray, device: torch.device, resident_bytes: int) -> None:
+        """Copies the images to the device if they fit.
+
+        Args:
+            images: (N, H, W, C) array, possibly memory-mapped.
+            device: where training happens.
+            resident_bytes: how much of the device's memory images may take.
+        """
+        self.device = device
+        self._resident: Tensor | None = None
+        self._mapped = images
+        if images.nbytes <= resident_bytes:
+            whole = np.ascontiguousarray(images)
+            # torch warns about read-only arrays although nothing here writes to them.
+            self._resident = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(device)
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def take(self, index: Tensor) -> Tensor:
+        """Images at ``index`` (n,) -> uint8 (n, H, W, C) on the device."""
+        if self._resident is not None:
+            return self._resident[index]
+        return torch.from_numpy(self._mapped[index.cpu().numpy()]).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """A client's images and how they become batches.
+
+    Batches have one static shape. What is left over when the client's images do not fill the last batch comes
+    in another epoch, since each is shuffled anew; a client smaller than a batch trains on one batch of all it has.
+    """
+
+    store: ImageStore
+    index: Tensor  # (N,) the client's rows of the store
+    augment: Augment
+    batch_size: int  # as configured; `views_size` is what a batch really holds
+    relation_size: int  # 0: no relation batch
+    seed: int  # of this client in this round
+
+    @property
+    def num_images(self) -> int:
+        """How many images the client owns."""
+        return len(self.index)
+
+    @property
+    def views_size(self) -> int:
+        """Images in each batch ``B``."""
+        return min(self.batch_size, self.num_images)
+
+    def __len__(self) -> int:
+        return self.num_images // self.views_size
+
+    def epoch(self, number: int) -> Iterator[Views]:
+        """Batches of one local epoch, all randomness derived from the client's seed and the epoch."""
+        device = self.store.device
+        generator = torch.Generator(device).manual_seed(derive(self.seed, "augment", number))
+        order = self._order("order", number)
+        relation = self._relation_batches(number)
+        for chosen in order[: len(self) * self.views_size].split(self.views_size):
+            images = self.store.take(self.index[chosen])
+            first, second = self.augment(images, generator), self.augment(images, generator)
+            other = self.augment(self.store.take(next(relation)), generator) if self.relation_size else None
+            yield Views(first, second, chosen, other)
+
+    def _relation_batches(self, number: int) -> Iterator[Tensor]:
+        """``B_r``: an order of its own, independent of ``B``, begun again when it is used up."""
+        size, lap = min(self.relation_size, self.num_images), 0
+        while True:
+            order = self.index[self._order("relation", number, lap)]
+            yield from order[: self.num_images // size * size].split(size)
+            lap += 1
+
+    def _order(self, *purpose: int | str) -> Tensor:
+        generator = torch.Generator().manual_seed(derive(self.seed, *purpose))
+        return torch.randperm(self.num_images, generator=generator).to(self.store.device)
+
+    def plain_batches(self, batch_size: int = 500) -> Iterator[Tensor]:
+        """All images in order, un-augmented and normalised."""
+        for rows in self.index.split(batch_size):
+            yield self.augment.plain(self.store.take(rows))
+
+
+class LocalEpochs:
+    """What Lightning iterates over: a new epoch of `ClientData` each time it asks."""
+
+    def __init__(self, data: ClientData, tick: Callable[[], None]) -> None:
+        """Starts before the first epoch.
+
+        Args:
+            data: the client's.
+            tick: called after every batch, to show progress.
+        """
+        self.data, self.tick, self.number = data, tick, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Views]:
+        number, self.number = self.number, self.number + 1
+        for batch in self.data.epoch(number):
+            yield batch
+            self.tick()

@@ -1,0 +1,104 @@
+"""Measures an encoder after a round: kNN and linear probe, on features extracted once."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedx_pl.data.sources import ImageData, Split
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.knn import knn_accuracy
+from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.methods.base import SSLMethod
+from fedx_pl.seeding import derive
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How often and how the encoder is measured."""
+
+    knn_every: int = field(default=1, metadata={"help": "rounds between kNN evaluations"})
+    knn_k: int = field(default=200, metadata={"help": "neighbours that vote"})
+    linear_every: int = field(
+        default=10, metadata={"help": "rounds between linear probes; the last round always has one"}
+    )
+    linear: LinearOptions = field(default_factory=LinearOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("knn_every", "knn_k", "linear_every"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"evaluation.{name}={getattr(self, name)} is not possible; type evaluation.{name}=1 or more"
+                )
+
+
+class Evaluator:
+    """Knows what to measure when; without labels it measures nothing."""
+
+    def __init__(
+        self, options: EvaluationOptions, data: ImageData, prepare: Callable[[Tensor], Tensor], seed: int
+    ) -> None:
+        """Keeps the labelled images at hand.
+
+        Args:
+            options: how often, and the probe's settings.
+            data: with labels for evaluation, or without.
+            prepare: uint8 (n, H, W, C) -> normalised network input.
+            seed: of the run.
+        """
+        self.options, self.data, self.prepare, self.seed = options, data, prepare, seed
+
+    @property
+    def possible(self) -> bool:
+        """Whether there are labels to measure against."""
+        return self.data.test is not None and self.data.train.labels is not None
+
+    def due(self, round: int, rounds: int) -> tuple[bool, bool]:
+        """(kNN, linear) due after a round; the untrained network (round 0) and the last round have both."""
+        if round in (0, rounds):
+            return True, True
+        return round % self.options.knn_every == 0, round % self.options.linear_every == 0
+
+    def measure(self, model: SSLMethod, device: torch.device, round: int, rounds: int) -> dict[str, float]:
+        """Accuracies in percent that are due after a round, by name."""
+        knn, linear = self.due(round, rounds)
+        if not self.possible or not (knn or linear):
+            return {}
+        assert self.data.test is not None
+        train_x, train_y = self._features(model, device, self.data.train)
+        test_x, test_y = self._features(model, device, self.data.test)
+        sets, classes = (train_x, train_y, test_x, test_y), len(self.data.classes)
+        found = {}
+        if knn:
+            found["knn_top1"] = knn_accuracy(*sets, k=self.options.knn_k, classes=classes)
+        if linear:
+            probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
+            found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
+        return found
+
+    def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
+        assert split.labels is not None
+        features = extract(model.backbone.to(device), split.images, self.prepare)
+        return features, torch.from_numpy(split.labels).to(device)
+
+    def estimate_seconds(self, model: SSLMethod, device: torch.device, first_round: int, rounds: int) -> float:
+        """Expected time of all evaluations, from one batch of features and one epoch of the probe."""
+        if not self.possible:
+            return 0.0
+        assert self.data.test is not None
+        sample = self.data.test.images[:500]
+        started = time.perf_counter()
+        features = extract(model.backbone.to(device), sample, self.prepare)
+        per_image = (time.perf_counter() - started) / len(sample)
+        labels = torch.zeros(len(features), dtype=torch.long, device=features.device)
+        options = LinearOptions(epochs=5, batch_size=self.options.linear.batch_size)
+        started = time.perf_counter()
+        linear_probe(features, labels, features, labels, classes=len(self.data.classes), options=options, seed=0)
+        per_row = (time.perf_counter() - started) / (5 * len(features))
+        due = [self.due(round, rounds) for round in (0, *range(first_round, rounds + 1))]
+        images = len(self.data.train.images) + len(self.data.test.images)
+        rows = len(self.data.train.images) * self.options.linear.epochs
+        return sum(any(d) for d in due) * images * per_image + sum(d[1] for d in due) * rows * per_row

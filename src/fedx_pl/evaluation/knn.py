@@ -1,0 +1,75 @@
+"""Weighted k-nearest-neighbour accuracy: the cheap measure to follow during training, nothing is fitted."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedx_pl.evaluation.features import measurable
+
+# Similarities held at once, (test chunk, all train images): 64 MB in float32, whatever the size of the data set.
+_CHUNK_ELEMENTS = 16_000_000
+
+
+@torch.inference_mode()
+def knn_predict(
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, *, k: int = 200, tau: float = 0.1, classes: int
+) -> Tensor:
+    """Class of each test feature by the vote of Wu et al. (2018, "instance discrimination").
+
+    The k train features of highest cosine similarity vote for their class with weight exp(similarity / tau).
+
+    Args:
+        train_x: (N, D) float features.
+        train_y: (N,) int64 labels in 0 .. classes - 1; all of them labelled.
+        test_x: (M, D) float features.
+        k: number of neighbours, clipped to N.
+        tau: temperature of the vote; small values listen to the nearest neighbours only.
+        classes: number of classes.
+
+    Returns:
+        int64 (M,) predicted classes.
+    """
+    bank = F.normalize(train_x).T
+    k = min(k, len(train_x))
+    predictions = []
+    for queries in F.normalize(test_x).split(max(1, _CHUNK_ELEMENTS // len(train_x))):
+        similarity, neighbours = (queries @ bank).topk(k)
+        # Relative to the nearest neighbour: the same winner, and no overflow of exp(1 / tau) for a small tau.
+        weights = ((similarity - similarity[:, :1]) / tau).exp()
+        votes = weights.new_zeros(len(queries), classes).scatter_add_(1, train_y[neighbours], weights)
+        predictions.append(votes.argmax(1))
+    return torch.cat(predictions)
+
+
+def knn_accuracy(
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    *,
+    k: int = 200,
+    tau: float = 0.1,
+    classes: int,
+) -> float:
+    """Top-1 accuracy in percent of :func:`knn_predict`; images with label -1 are left out of both sets.
+
+    Args:
+        train_x: (N, D) features.
+        train_y: (N,) labels.
+        test_x: (M, D) features.
+        test_y: (M,) labels.
+        k: number of neighbours, clipped to the number of labelled train images.
+        tau: temperature of the vote.
+        classes: number of classes.
+
+    Returns:
+        Percent, or nan with a warning if a set holds no labels or non-finite features.
+    """
+    data = measurable(train_x, train_y, test_x, test_y, classes)
+    if data is None:
+        return math.nan
+    train_x, train_y, test_x, test_y = data
+    predictions = knn_predict(train_x, train_y, test_x, k=k, tau=tau, classes=classes)
+    return 100 * (predictions == test_y).double().mean().item()

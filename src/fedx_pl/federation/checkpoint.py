@@ -1,0 +1,158 @@
+"""What a run leaves on disk so that it can go on.
+
+    RUN/checkpoints/round_00012/global.safetensors     the global state after round 12
+    RUN/checkpoints/round_00012/state.json             metrics so far, every client's counters, sizes and checksums
+    RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
+
+A round is committed by one rename of its folder. Client files carry their round in their name, so a run that is killed
+in the middle of round 13 still finds what each client had when round 12 was committed. Weights are safetensors and the
+rest is JSON: nothing here is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, load_file, save
+
+from fedx_pl.federation.client import ClientMemory
+from fedx_pl.methods.base import State
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """The part of a client's memory that fits in JSON."""
+
+    last_round: int
+    steps: int
+    epochs: int
+
+
+@dataclass
+class RunState:
+    """Everything of a run but tensors, as of its last finished round."""
+
+    round: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics.csv
+    untrained: dict[str, float] = field(default_factory=dict)
+    clients: dict[int, ClientRecord] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """Saves and finds the state of one run folder."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        """Opens a run folder.
+
+        Args:
+            folder: of the run.
+            keep: how many of the newest rounds stay on disk.
+        """
+        self._rounds = folder / "checkpoints"
+        self._clients = folder / "clients"
+        self._keep = max(keep, 1)
+
+    def save_client(self, client: int, memory: ClientMemory) -> ClientRecord:
+        """Keeps a client's private tensors; they count once the round is committed."""
+        if memory.private:
+            self._clients.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._client_file(client, memory.last_round), save(_contiguous(memory.private)))
+        return ClientRecord(memory.last_round, memory.steps, memory.epochs)
+
+    def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
+        """Finds a client's memory again; None if it never trained."""
+        if record is None:
+            return None
+        file = self._client_file(client, record.last_round)
+        private = load_file(file) if file.exists() else {}
+        return ClientMemory(private, record.last_round, record.steps, record.epochs)
+
+    def commit(self, state: RunState, global_state: State) -> None:
+        """Makes a round permanent, then clears what it replaces."""
+        weights = save(_contiguous(global_state))
+        manifest = asdict(state) | {"files": {"global.safetensors": _checksum(weights)}, "format": 1}
+        folder = self._rounds / f"round_{state.round:05d}"
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_atomically(temporary / "global.safetensors", weights)
+        write_atomically(temporary / "state.json", json.dumps(manifest, indent=1).encode())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+        _sync_folder(self._rounds)
+        self._clear()
+
+    def latest(self) -> tuple[RunState, State] | None:
+        """The newest committed round, or None for a new run."""
+        for folder in reversed(self._committed()):
+            try:
+                return self._read(folder)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                warnings.warn(f"{folder} is damaged ({error}); going on from the round before", stacklevel=2)
+        return None
+
+    def _read(self, folder: Path) -> tuple[RunState, State]:
+        manifest = json.loads((folder / "state.json").read_text())
+        weights = (folder / "global.safetensors").read_bytes()
+        if _checksum(weights) != manifest["files"]["global.safetensors"]:
+            raise ValueError("global.safetensors does not match its checksum")
+        clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
+        state = RunState(manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"])
+        return state, load(weights)
+
+    def _committed(self) -> list[Path]:
+        return sorted(self._rounds.glob("round_*")) if self._rounds.is_dir() else []
+
+    def _clear(self) -> None:
+        """Removes rounds beyond `keep` and client files that no remaining round refers to."""
+        for folder in self._committed()[: -self._keep]:
+            shutil.rmtree(folder)
+        needed = set()
+        for folder in self._committed():
+            records = json.loads((folder / "state.json").read_text())["clients"]
+            needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
+        for file in self._clients.glob("*.safetensors"):
+            if file not in needed:
+                file.unlink()
+
+    def _client_file(self, client: int, round: int) -> Path:
+        return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a sibling, syncs it and renames it: readers see the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _contiguous(state: Mapping[str, torch.Tensor]) -> State:
+    """safetensors stores plain memory order; channels_last weights have another."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _checksum(content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

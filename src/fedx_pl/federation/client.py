@@ -1,0 +1,183 @@
+"""One client, one round: take the global state, fit, return an update."""
+
+import logging
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from fedx_pl.data.module import ClientData, LocalEpochs
+from fedx_pl.methods.base import LocalRound, SSLMethod, State
+from fedx_pl.seeding import derive
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """All that is the same for every client of a round."""
+
+    round: int  # 1-based
+    rounds: int
+    epochs: int
+    seed: int  # of the run
+    global_state: State
+    batchnorm: str  # average | local
+
+
+@dataclass(frozen=True)
+class ClientMemory:
+    """What a client remembers between rounds: its private tensors, when it last trained and how far it got."""
+
+    private: State
+    last_round: int = 0
+    steps: int = 0
+    epochs: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a client gives back: ``state``, ``num_images`` and scalars for the server; ``memory`` stays home."""
+
+    client: int
+    num_images: int
+    state: State
+    memory: ClientMemory
+    losses: Tensor  # (steps, 1 + terms): total, then the named terms
+    loss_names: tuple[str, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class LocalTrainer:
+    """Runs clients one after the other on one model instance, with a new Lightning `Trainer` for each."""
+
+    def __init__(
+        self, model: SSLMethod, device: torch.device, precision: str, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Keeps what is shared by all fits.
+
+        Args:
+            model: takes every client's weights in turn.
+            device: where it trains.
+            precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
+            tick: called after every step.
+        """
+        self.model = model
+        self.device = device
+        self.precision = precision
+        self.tick = tick
+        # One plugin for all fits carries the loss scale over: a fresh scaler would skip the first steps of every fit.
+        scaled = precision == "16-mixed"
+        self._plugins: list[Any] = (
+            [MixedPrecision("16-mixed", device.type, torch.amp.GradScaler(device.type))] if scaled else []
+        )
+
+    def run(self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None) -> Update:
+        """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
+        started = time.perf_counter()
+        seed = derive(context.seed, "train", context.round, client)
+        torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
+        self._receive(context, memory)
+        before = memory.epochs if memory else 0
+        self.model.start_round(LocalRound(context.round, context.rounds, client, context.epochs, before, seed, data))
+        with _quiet_lightning():
+            try:
+                self._trainer(context.epochs).fit(self.model, LocalEpochs(data, self.tick))
+            except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; we have a run to save.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                raise KeyboardInterrupt from None
+        self.model.on_round_end()
+        return self._update(context, client, data, memory, time.perf_counter() - started)
+
+    def _trainer(self, epochs: int) -> pl.Trainer:
+        return pl.Trainer(
+            max_epochs=epochs,
+            accelerator="gpu" if self.device.type == "cuda" else self.device.type,
+            devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
+            precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
+            plugins=self._plugins or None,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+
+    def _receive(self, context: RoundContext, memory: ClientMemory | None) -> None:
+        private = None
+        if memory is not None:
+            private = {name: t for name, t in memory.private.items() if not name.startswith(_BATCHNORM)}
+        absent = context.round - 1 - memory.last_round if memory else 0
+        self.model.receive(context.global_state, private, absent)
+        if memory is not None and context.batchnorm == "local":
+            for name, buffer in batchnorm_statistics(self.model).items():
+                buffer.copy_(memory.private[_BATCHNORM + name])
+
+    def _update(
+        self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None, seconds: float
+    ) -> Update:
+        private = self.model.private_state()
+        if context.batchnorm == "local":
+            statistics = batchnorm_statistics(self.model)
+            private |= {_BATCHNORM + name: buffer.clone() for name, buffer in statistics.items()}
+        losses = self.model.loss_history()
+        return Update(
+            client,
+            data.num_images,
+            self.model.shared_state(),
+            ClientMemory(
+                private,
+                last_round=context.round,
+                steps=(memory.steps if memory else 0) + len(losses),
+                epochs=(memory.epochs if memory else 0) + context.epochs,
+            ),
+            losses,
+            ("total", *self.model.term_names),
+            self.model.round_metrics(),
+            seconds,
+        )
+
+
+_BATCHNORM = "batchnorm/"  # Marks the statistics a client keeps under `federation.batchnorm=local`.
+
+
+def batchnorm_statistics(model: SSLMethod) -> State:
+    """Running means and variances of the shared network, by name, not copied."""
+    private = model.private_names()
+    return {
+        f"{module_name}.{name}": buffer
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module_name.split(".")[0] not in private
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+@contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Lightning greets and takes leave at every `fit`; a run makes thousands."""
+    logger = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*does not have many workers.*")
+            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")  # Lightning on a newer torch
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "32-true"
+    return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"

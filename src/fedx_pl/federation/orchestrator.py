@@ -1,0 +1,245 @@
+"""The rounds. Read `Orchestrator.run` first: four numbered steps."""
+
+import csv
+import io
+import json
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from fedx_pl.config import Config, load
+from fedx_pl.data import partition
+from fedx_pl.errors import UserError
+from fedx_pl.federation.aggregate import BadUpdate, FedAvg
+from fedx_pl.federation.checkpoint import Checkpoints, RunState, write_atomically
+from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
+from fedx_pl.federation.plan import Plan
+from fedx_pl.methods.base import State
+from fedx_pl.reporting.tensorboard import RunWriter
+
+FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
+
+
+class Display(Protocol):
+    """What the orchestrator tells while it runs."""
+
+    def step(self) -> None:
+        """One optimiser step of some client is done."""
+
+    def client(self, round: int, done: int, of: int) -> None:
+        """A client of the round is done."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """A round is done and saved."""
+
+    def note(self, text: str) -> None:
+        """Something the user should see."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run has to say."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    untrained: dict[str, float]
+    seconds: float
+
+
+class Orchestrator:
+    """Runs the rounds of a plan in its run folder, going on from the last finished round."""
+
+    def __init__(self, plan: Plan, display: Display) -> None:
+        """Opens or creates the run folder.
+
+        Args:
+            plan: what to run.
+            display: told about progress.
+        """
+        self.plan, self.display = plan, display
+        self.folder = plan.config.run_folder
+        self.checkpoints = Checkpoints(self.folder, plan.config.run.keep)
+        self.state, self.global_state = self._open()
+
+    def run(self) -> Result:
+        """Trains to the last round; everything of a finished round is on disk before the next begins."""
+        config, plan = self.plan.config, self.plan
+        trainer = LocalTrainer(plan.model, plan.device, plan.precision, self.display.step)
+        with RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
+            self._introduce(writer)
+            for round in range(self.state.round + 1, config.federation.rounds + 1):
+                started = time.perf_counter()
+                # (1) Choose the clients and freeze what they all start from.
+                chosen = plan.choose_clients(round)
+                context = RoundContext(
+                    round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
+                    config.federation.batchnorm,
+                )  # fmt: skip
+                # (2) Each trains by itself, and (3) is folded into the average as it comes back.
+                average, updates, records = FedAvg(self.global_state), [], {}
+                for client in chosen:
+                    memory = self.checkpoints.load_client(client, self.state.clients.get(client))
+                    update = trainer.run(context, client, plan.client_data(client, round), memory)
+                    try:
+                        average.add(update.state, update.num_images)
+                    except BadUpdate as reason:
+                        self.display.note(f"round {round}: dropped the update of client {client}: {reason}")
+                    else:
+                        records[client] = self.checkpoints.save_client(client, update.memory)
+                        # The weights are folded in: what is kept of an update must not grow with their size.
+                        updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
+                    self.display.client(round, len(updates), len(chosen))
+                self._require_enough(round, len(updates))
+                self.global_state = average.result()
+                # (4) Measure, save, log.
+                trained = time.perf_counter() - started
+                row = self._row(round, updates, dropped=len(chosen) - len(updates), trained=trained)
+                row["round_seconds"] = time.perf_counter() - started
+                self._commit(row, records, seconds=row["round_seconds"])
+                self._log(writer, row, updates)
+                self.display.row(row)
+        self._finish()
+        return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds)
+
+    # --- the run folder -----------------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[RunState, State]:
+        config, file = self.plan.config, self.folder / "config.yaml"
+        if file.exists():
+            if config.run.resume == "never":
+                raise UserError(
+                    f"{self.folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it"
+                )
+            _refuse_other(load(file), config, self.folder)
+        elif self.folder.is_dir() and any(self.folder.iterdir()):
+            raise UserError(f"run.dir={self.folder} is not empty and holds no run; type run.dir=ANOTHER")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, config.to_yaml().encode())
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder} ({error}); type run.dir=ANOTHER") from error
+        partition.save(
+            self.folder / "split.json", self.plan.clients, fingerprint=self.plan.data.fingerprint,
+            options=config.content()["partition"],
+        )  # fmt: skip
+        found = self.checkpoints.latest()
+        if found is None:
+            return RunState(), self.plan.model.shared_state()
+        self.display.note(f"going on after round {found[0].round} of {config.federation.rounds}, from {self.folder}")
+        return found
+
+    def _commit(self, row: dict[str, Any], records: dict[int, Any], seconds: float) -> None:
+        self.state = RunState(
+            row["round"],
+            [*self.state.rows, row],
+            self.state.untrained,
+            {**self.state.clients, **records},
+            self.state.seconds + seconds,
+        )
+        self.checkpoints.commit(self.state, self.global_state)
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        rows = self.state.rows
+        columns = list(dict.fromkeys([*FIRST_COLUMNS, *(key for row in rows for key in row)]))
+        text = io.StringIO()
+        table = csv.DictWriter(text, columns, restval="")
+        table.writeheader()
+        table.writerows(rows)
+        write_atomically(self.folder / "metrics.csv", text.getvalue().encode())
+        whole = {"untrained": self.state.untrained, "rounds": rows, "seconds": self.state.seconds}
+        write_atomically(self.folder / "metrics.json", json.dumps(whole, indent=1).encode())
+
+    def _finish(self) -> None:
+        """Leaves the encoder where anyone can load it: a plain state dict of the backbone."""
+        self.plan.model.load_shared(self.global_state)
+        encoder = {name: tensor.contiguous() for name, tensor in self.plan.model.backbone.cpu().state_dict().items()}
+        write_atomically(self.folder / "encoder.safetensors", save(encoder))
+
+    # --- measuring and logging ----------------------------------------------------------------------------------------
+
+    def _introduce(self, writer: RunWriter) -> None:
+        """Before the first round: the split and some views as pictures, and the untrained network's accuracy."""
+        if self.state.round:
+            return
+        plan = self.plan
+        writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
+        writer.partition(class_counts(plan), [f"client {i}" for i in range(len(plan.clients))], list(plan.data.classes))
+        views = next(plan.client_data(0, round=1).epoch(0))
+        writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
+        self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
+        writer.accuracy(0, self.state.untrained)
+        self.display.row({"round": 0, **self.state.untrained})
+
+    def _row(self, round: int, updates: list[Update], *, dropped: int, trained: float) -> dict[str, Any]:
+        plan = self.plan
+        plan.model.load_shared(self.global_state)
+        row: dict[str, Any] = {"round": round}
+        row |= plan.evaluator.measure(plan.model, plan.device, round, plan.config.federation.rounds)
+        images = sum(update.num_images for update in updates)
+        means = torch.stack([update.losses.mean(dim=0) * (update.num_images / images) for update in updates]).sum(dim=0)
+        names = ["loss", *(f"loss_{name}" for name in updates[0].loss_names[1:])]
+        row |= dict(zip(names, means.tolist(), strict=True))
+        for name in updates[0].metrics:
+            row[name] = statistics.fmean(update.metrics[name] for update in updates)
+        batch = {update.client: plan.client_data(update.client, round).views_size for update in updates}
+        seen = sum(len(update.losses) * batch[update.client] for update in updates)
+        row |= {
+            "clients": len(updates),
+            "dropped": dropped,
+            "lr": plan.config.optim.lr_at(round, plan.config.federation.rounds),
+        }
+        row |= {"images_per_second": seen / trained, "train_seconds": trained}
+        return row
+
+    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update]) -> None:
+        round = row["round"]
+        writer.accuracy(round, {key: value for key, value in row.items() if "_top" in key})
+        scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss")}
+        scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
+        scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"], "optim/lr": row["lr"]}
+        scalars |= {f"clients/{name}": row[name] for name in updates[0].metrics}
+        writer.round(round, scalars)
+        for update in updates:
+            first_step = update.memory.steps - len(update.losses)
+            writer.client_losses(update.client, first_step, update.losses, update.loss_names)
+
+    def _require_enough(self, round: int, good: int) -> None:
+        needed = self.plan.config.federation.min_clients
+        if good < needed:
+            raise UserError(
+                f"round {round} has {good} good updates, federation.min_clients={needed}; "
+                f"round {round - 1} is saved in {self.folder}"
+            )
+
+
+def class_counts(plan: Plan) -> np.ndarray:
+    """(clients, classes) images of each class at each client; one column without labels."""
+    labels = plan.data.train.labels
+    if labels is None:
+        return np.array([[len(rows)] for rows in plan.clients])
+    classes = len(plan.data.classes)
+    return np.stack([np.bincount(labels[rows][labels[rows] >= 0], minlength=classes) for rows in plan.clients])
+
+
+def _refuse_other(old: Config, new: Config, folder: Path) -> None:
+    before, after = _flat(old.content()), _flat(new.content())
+    differing = [key for key in before | after if before.get(key) != after.get(key)]
+    if differing:
+        first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
+        raise UserError(
+            f"{folder} holds a run of another config ({first}); type run.dir=ANOTHER, or use the same values"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,61 @@
+"""Self-supervised methods, and how a name on the command line becomes a class."""
+
+import importlib
+import sys
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+
+from fedx_pl.errors import UserError
+from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
+from fedx_pl.methods.byol import BYOL
+from fedx_pl.methods.fedu import FedU
+from fedx_pl.methods.moco import MoCo
+from fedx_pl.methods.protocl import ProtoCL
+from fedx_pl.methods.simclr import SimCLR
+
+__all__ = ["BUILT_IN", "BYOL", "Embeddings", "FedU", "Loss", "MoCo", "ProtoCL", "SSLMethod", "SimCLR", "Views", "find"]
+
+BUILT_IN: dict[str, type[SSLMethod]] = {"simclr": SimCLR, "moco": MoCo, "byol": BYOL, "protocl": ProtoCL, "fedu": FedU}
+
+
+def find(name: str) -> type[SSLMethod]:
+    """The class behind ``method=name``.
+
+    Args:
+        name: a built-in method, an entry point of the group ``fedx_pl.methods``, or ``package.module:Class``.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    plugins = {point.name: point for point in entry_points(group="fedx_pl.methods")}
+    if name in plugins:
+        return _check(name, plugins[name].load())
+    if ":" in name:
+        return _check(name, _import(name))
+    names = [*BUILT_IN, *plugins]
+    nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise UserError(
+        f"method={name} is not known; did you mean method={nearest}? "
+        f"Known: {', '.join(names)}; or give your own class as method=package.module:Class"
+    )
+
+
+def _import(path: str) -> object:
+    module_name, _, class_name = path.partition(":")
+    if "" not in sys.path:  # A console script does not look in the folder it is started from; `python -m` does.
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"method={path}: cannot import {module_name} ({error}); start where it can be found") from error
+    if not hasattr(module, class_name):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, SSLMethod)]
+        raise UserError(
+            f"method={path}: {module_name} has no {class_name!r}; it has {', '.join(classes) or 'no method'}"
+        )
+    return getattr(module, class_name)
+
+
+def _check(name: str, found: object) -> type[SSLMethod]:
+    if not (isinstance(found, type) and issubclass(found, SSLMethod)):
+        raise UserError(f"method={name} is {found!r}, which is not a subclass of fedx_pl.SSLMethod")
+    return found

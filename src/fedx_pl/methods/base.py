@@ -1,0 +1,314 @@
+"""The contract of a self-supervised method.
+
+A method says only what is special about it: its networks, its ``loss``, and which of its state stays at home. The base
+class here owns the optimiser, the counters, the EMA updates, the record of losses and the exchange of state.
+
+The smallest method is its loss::
+
+    class SimCLR(SSLMethod):
+        def loss(self, batch: Views, z: Embeddings) -> Loss:
+            return Loss(contrastive=nt_xent(z.first, z.second, self.tau))
+
+Hyper-parameters are the keyword arguments of ``__init__``: the command line finds them there, with their types and
+defaults (``method.tau=0.2``).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self
+
+import pytorch_lightning as pl
+import torch
+from lightly.models.modules.heads import ProjectionHead
+from torch import Tensor, nn
+
+from fedx_pl.errors import UserError
+
+State = dict[str, Tensor]
+
+
+class Views(NamedTuple):
+    """One training batch of ``n`` images, already augmented and normalised on the training device."""
+
+    first: Tensor  # x: (n, C, h, w)
+    second: Tensor  # x~: (n, C, h, w), another augmentation of the same images
+    rows: Tensor  # (n,) positions of the images within the client's data
+    relation: Tensor | None = None  # x_r: (r, C, h, w), the independent batch B_r; only if `relation_batch` asks for it
+
+
+class Embeddings(NamedTuple):
+    """``z = projector(backbone(x))`` of a batch, all from one forward pass."""
+
+    first: Tensor  # (n, d)
+    second: Tensor  # (n, d); equal to `first` for methods with `online_views = 1`
+    relation: Tensor | None = None  # (r, d)
+
+
+class Loss(dict[str, Tensor]):
+    """Named scalar terms whose plain sum is what the optimiser sees."""
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all terms."""
+        return torch.stack(list(self.values())).sum()
+
+    def __mul__(self, weight: float) -> "Loss":
+        return Loss({name: weight * term for name, term in self.items()})
+
+    def __or__(self, other: dict[str, Tensor]) -> "Loss":  # type: ignore[override]
+        if twice := self.keys() & other.keys():
+            raise ValueError(f"two loss terms are both named {sorted(twice)}; give each its own name")
+        return Loss({**self, **other})
+
+
+class EmaPair(NamedTuple):
+    """``target <- momentum * target + (1 - momentum) * online`` after every step."""
+
+    online: nn.Module
+    target: nn.Module
+    momentum: float
+
+
+class LocalData(Protocol):
+    """What a method may ask of the client's own images."""
+
+    @property
+    def num_images(self) -> int:
+        """How many images the client owns."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images per batch, as configured."""
+
+    def plain_batches(self) -> Iterator[Tensor]:
+        """All images in order, un-augmented and normalised, batch by batch."""
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """Where a client stands when its local training starts."""
+
+    round: int  # 1-based
+    rounds: int
+    client: int
+    epochs: int  # local epochs of this round
+    epochs_before: int  # local epochs this client has trained in earlier rounds
+    seed: int
+    data: LocalData
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """SGD, new at every round as in the paper."""
+
+    batch_size: int = field(
+        default=128, metadata={"help": "images per step; with FedX half of them are the relation batch"}
+    )
+    lr: float = field(default=0.01, metadata={"help": "learning rate"})
+    momentum: float = field(default=0.9, metadata={"help": "SGD momentum"})
+    weight_decay: float = field(default=1e-5, metadata={"help": "SGD weight decay"})
+    schedule: str = field(default="constant", metadata={"help": "constant | cosine over the rounds"})
+    precision: str = field(default="auto", metadata={"help": "auto | 32-true | bf16-mixed | 16-mixed"})
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 2:
+            raise UserError(f"optim.batch_size={self.batch_size} is too small; type optim.batch_size=2 or more")
+        if not self.lr > 0:
+            raise UserError(f"optim.lr={self.lr} must be positive; the paper's is optim.lr=0.01")
+        if self.schedule not in ("constant", "cosine"):
+            raise UserError(f"optim.schedule={self.schedule} is not known; type optim.schedule=constant or cosine")
+        if self.precision not in ("auto", "32-true", "bf16-mixed", "16-mixed"):
+            raise UserError(
+                f"optim.precision={self.precision} is not known; type auto, 32-true, bf16-mixed or 16-mixed"
+            )
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        """Learning rate of a round (1-based): a whole round shares one value."""
+        return self.lr if self.schedule == "constant" else self.lr * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
+
+
+class SSLMethod(pl.LightningModule):
+    """Base of all methods; see the module docstring."""
+
+    online_views = 2  # 1: only `first` passes through the online network (MoCo's query)
+    relation_batch = False  # True: every batch also carries the relation batch B_r
+    local: LocalRound  # set by `start_round`
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        hidden_dim: int = 256,
+        embed_dim: int = 256,
+        tau: float = 0.1,
+        optim: OptimOptions | None = None,
+    ) -> None:
+        """Makes the online network.
+
+        Args:
+            backbone: maps images to (n, ``backbone.feature_dim``).
+            hidden_dim: hidden units of the projector.
+            embed_dim: dimensions of ``z``.
+            tau: temperature.
+            optim: optimiser settings; the paper's by default.
+        """
+        super().__init__()
+        self.feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
+        self.hidden_dim, self.embed_dim, self.tau = hidden_dim, embed_dim, tau
+        self.optim = optim or OptimOptions()
+        self.backbone = backbone
+        self.projector: nn.Module = mlp(self.feature_dim, hidden_dim, embed_dim)
+        self.term_names: tuple[str, ...] = ()
+        self._terms: list[Tensor] = []
+
+    # --- what a method says -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """The method's own terms for one batch, from embeddings that are already computed."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss(batch, z)")
+
+    def ema_pairs(self) -> list[EmaPair]:
+        """(online, target, momentum) modules to keep in step; targets must be listed in `private_names`."""
+        return []
+
+    def private_names(self) -> set[str]:
+        """Attributes (modules or buffers) that never leave the client: EMA targets, queues. All else is averaged."""
+        return set()
+
+    def reset_private(self) -> None:
+        """Private state of a client that has none yet; the global state is already loaded."""
+        for online, target, _ in self.ema_pairs():
+            copy_state(target.state_dict(), online.state_dict())
+
+    def on_round_start(self) -> None:
+        """Called with `self.local` set, before the first local epoch."""
+
+    def on_local_epoch(self, epoch: int) -> None:
+        """Called before each local epoch; ``epoch`` counts all of this client's epochs since the run began."""
+
+    def on_round_end(self) -> None:
+        """Called after the last local epoch, before the state is read."""
+
+    def round_metrics(self) -> dict[str, float]:
+        """Numbers about the round just trained, to be shown beside the losses."""
+        return {}
+
+    # --- the online network -------------------------------------------------------------------------------------------
+
+    def embed(self, x: Tensor) -> Tensor:
+        """The paper's ``f(x)``: (n, C, h, w) -> (n, embed_dim)."""
+        return self.projector(self.backbone(x))
+
+    def embed_views(self, batch: Views) -> Embeddings:
+        """One forward pass for all views, so that they share BatchNorm statistics."""
+        n = len(batch.first)
+        views = [batch.first] if self.online_views == 1 else [batch.first, batch.second]
+        relation = [] if batch.relation is None else [batch.relation]
+        z = self.embed(torch.cat(views + relation))
+        last = n * (len(views) - 1)
+        return Embeddings(z[:n], z[last : last + n], z[last + n :] if relation else None)
+
+    # --- state that travels and state that stays ----------------------------------------------------------------------
+
+    def shared_state(self) -> State:
+        """Copies of all tensors the server averages."""
+        return {name: t.detach().clone() for name, t in self._split_state()[0].items()}
+
+    def private_state(self) -> State:
+        """Copies of all tensors that stay with this client between rounds."""
+        return {name: t.detach().clone() for name, t in self._split_state()[1].items()}
+
+    def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
+        """Becomes a client at the start of a round: the global state, then the client's own.
+
+        Args:
+            shared: what the server sent.
+            private: what the client kept, or None the first time.
+            absent: rounds the client missed since it last trained.
+        """
+        self.load_shared(shared)
+        if private is None:
+            self.reset_private()
+        else:
+            own = self._split_state()[1]
+            copy_state({name: own[name] for name in private}, private)
+
+    def load_shared(self, shared: State) -> None:
+        """Copies a global state into the online network."""
+        copy_state(self._split_state()[0], shared)
+
+    def _split_state(self) -> tuple[State, State]:
+        private = self.private_names()
+        shared: State = {}
+        own: State = {}
+        for name, tensor in self.state_dict().items():
+            (own if name.split(".")[0] in private else shared)[name] = tensor
+        return shared, own
+
+    def start_round(self, local: LocalRound) -> Self:
+        """Prepares for one `Trainer.fit`."""
+        self.local = local
+        self.term_names, self._terms = (), []
+        self.train()
+        self.on_round_start()
+        return self
+
+    def loss_history(self) -> Tensor:
+        """(steps, 1 + terms) losses of the round: the total, then `term_names` in order. One copy from the device."""
+        return torch.stack(self._terms).cpu() if self._terms else torch.zeros(0, 1 + len(self.term_names))
+
+    # --- Lightning ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
+        """Sums the terms and keeps them on the device: no host synchronisation per step."""
+        loss = self.loss(batch, self.embed_views(batch))
+        self.term_names = self.term_names or tuple(loss)
+        if tuple(loss) != self.term_names:
+            raise RuntimeError(f"loss terms changed within a round from {self.term_names} to {tuple(loss)}")
+        total = loss.total
+        self._terms.append(torch.stack([total, *loss.values()]).detach())
+        return total
+
+    def on_train_epoch_start(self) -> None:
+        """Counts epochs over all rounds, which `trainer.current_epoch` does not."""
+        self.on_local_epoch(self.local.epochs_before + self.trainer.current_epoch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Views, batch_idx: int) -> None:
+        """EMA in place, after the optimiser's step."""
+        for pair in self.ema_pairs():
+            update_ema(pair)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """A fresh SGD over what is trainable."""
+        lr = self.optim.lr_at(self.local.round, self.local.rounds)
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trainable, lr, self.optim.momentum, weight_decay=self.optim.weight_decay)
+
+    def transfer_batch_to_device(self, batch: Views, device: torch.device, dataloader_idx: int) -> Views:
+        """Batches are made on the training device: nothing to move."""
+        return batch
+
+
+def mlp(in_dim: int, hidden_dim: int, out_dim: int, *, batchnorm: bool = False) -> nn.Module:
+    """Linear, (BatchNorm,) ReLU, Linear: the shape of every head in the paper."""
+    norm = nn.BatchNorm1d(hidden_dim) if batchnorm else None
+    return ProjectionHead([(in_dim, hidden_dim, norm, nn.ReLU()), (hidden_dim, out_dim, None, None)])
+
+
+@torch.no_grad()
+def update_ema(pair: EmaPair) -> None:
+    """Moves the target's parameters towards the online ones in place; its BatchNorm statistics are its own."""
+    torch._foreach_lerp_(tuple(pair.target.parameters()), tuple(pair.online.parameters()), 1 - pair.momentum)
+
+
+@torch.no_grad()
+def copy_state(into: State, source: State) -> None:
+    """Copies ``source`` into the tensors of ``into``; both must have the same names and shapes."""
+    if into.keys() != source.keys():
+        odd = sorted(into.keys() ^ source.keys())
+        raise ValueError(f"states differ in {len(odd)} names, the first is {odd[0]!r}")
+    for name, tensor in into.items():
+        if tensor.shape != source[name].shape:
+            raise ValueError(f"{name} has shape {tuple(source[name].shape)}, expected {tuple(tensor.shape)}")
+        tensor.copy_(source[name])

@@ -1,0 +1,56 @@
+"""BYOL (Grill et al., 2020)."""
+
+import copy
+from typing import Any
+
+import torch
+from lightly.models.utils import deactivate_requires_grad
+from torch import nn
+
+from fedx_pl import losses
+from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, mlp
+
+
+class BYOL(SSLMethod):
+    """Predict the target network's embedding of the other view; no negatives.
+
+    Online backbone, projector and predictor are averaged; the target network stays with the client and is kept across
+    rounds. A client that missed a round starts its target anew from the global model: an old target would pull the
+    client back to where the federation was.
+    """
+
+    def __init__(self, backbone: nn.Module, *, momentum: float = 0.99, **base: Any) -> None:
+        """Adds predictor and target.
+
+        Args:
+            backbone: see `SSLMethod`.
+            momentum: of the target's moving average.
+            base: keyword arguments of `SSLMethod`.
+        """
+        super().__init__(backbone, **base)
+        self.momentum = momentum
+        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily.
+        self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
+        self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
+        self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
+        deactivate_requires_grad(self.target)
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """``2 - 2 cos``, symmetrised over the two views."""
+        n = len(batch.first)
+        prediction = self.predictor(torch.cat([z.first, z.second]))
+        with torch.no_grad():
+            target = self.target(torch.cat([batch.first, batch.second]))
+        return Loss(byol=losses.byol(prediction[:n], target[n:]) + losses.byol(prediction[n:], target[:n]))
+
+    def ema_pairs(self) -> list[EmaPair]:
+        """The target follows backbone and projector."""
+        return [EmaPair(nn.Sequential(self.backbone, self.projector), self.target, self.momentum)]
+
+    def private_names(self) -> set[str]:
+        """The target network stays at home."""
+        return super().private_names() | {"target"}
+
+    def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
+        """Forgets the target after an absence."""
+        super().receive(shared, None if absent else private, absent)

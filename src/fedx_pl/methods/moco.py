@@ -1,0 +1,108 @@
+"""MoCo v1 and v2 (He et al., 2020; Chen et al., 2020)."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightly.models.utils import deactivate_requires_grad
+from torch import Tensor, nn
+
+from fedx_pl.errors import UserError
+from fedx_pl.losses import info_nce
+from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, copy_state
+
+
+class MoCo(SSLMethod):
+    """Contrast each query with its momentum key and a queue of older keys.
+
+    The query network is averaged. The key network starts each round as a copy of it, so it need not be kept; the queue
+    is the client's own and is kept between rounds.
+    """
+
+    online_views = 1
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        version: int = 2,
+        momentum: float = 0.99,
+        queue_size: int = 4096,
+        tau: float = 0.0,
+        **base: Any,
+    ) -> None:
+        """Adds the key network and the queue.
+
+        Args:
+            backbone: see `SSLMethod`.
+            version: 1 is a linear head and temperature .07; 2 is an MLP head and temperature .2.
+            momentum: of the key network's moving average.
+            queue_size: keys kept at most; a client with fewer images keeps fewer (`capacity`).
+            tau: temperature; 0 takes the version's own.
+            base: keyword arguments of `SSLMethod`.
+        """
+        if version not in (1, 2):
+            raise UserError(f"method.version={version} is not a MoCo; type method.version=1 or method.version=2")
+        super().__init__(backbone, tau=tau or {1: 0.07, 2: 0.2}[version], **base)
+        if version == 1:
+            self.projector = nn.Linear(self.feature_dim, self.embed_dim)
+        self.momentum = momentum
+        self.key = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
+        deactivate_requires_grad(self.key)
+        self.queue: Tensor
+        self.queue_next: Tensor
+        self.register_buffer("queue", F.normalize(torch.randn(queue_size, self.embed_dim), dim=1))
+        self.register_buffer("queue_next", torch.zeros((), dtype=torch.long))
+        self.capacity = queue_size
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """InfoNCE of the queries ``first`` against the keys of ``second``, which then join the queue."""
+        key = self.keys(batch.second)
+        # A copy: the queue changes below, before the backward pass reads it.
+        loss = info_nce(z.first, key, self.queue[: self.capacity].clone(), self.tau)
+        self.enqueue(key)
+        return Loss(contrastive=loss)
+
+    @torch.no_grad()
+    def keys(self, x: Tensor) -> Tensor:
+        """Normalised momentum embeddings, (n, C, h, w) -> (n, d)."""
+        return F.normalize(self.key(x).float(), dim=1)
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        """Overwrites the oldest keys, wrapping around at any batch size."""
+        keys = keys[-self.capacity :]
+        slots = (self.queue_next + torch.arange(len(keys), device=keys.device)) % self.capacity
+        self.queue[slots] = keys
+        self.queue_next.copy_((self.queue_next + len(keys)) % self.capacity)
+
+    def ema_pairs(self) -> list[EmaPair]:
+        """The key network follows the query network."""
+        return [EmaPair(nn.Sequential(self.backbone, self.projector), self.key, self.momentum)]
+
+    def private_names(self) -> set[str]:
+        """Key network and queue stay at home."""
+        return super().private_names() | {"key", "queue", "queue_next"}
+
+    def private_state(self) -> State:
+        """Only the queue is kept: the key network is the query network again at the next round's start."""
+        return {name: t for name, t in super().private_state().items() if not name.startswith("key.")}
+
+    def reset_private(self) -> None:
+        """An empty queue is random directions, as in the original."""
+        super().reset_private()
+        self.queue.copy_(F.normalize(torch.randn_like(self.queue), dim=1))
+        self.queue_next.zero_()
+
+    def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
+        """Starts the round with key = query."""
+        super().receive(shared, private, absent)
+        for online, target, _ in self.ema_pairs():
+            copy_state(target.state_dict(), online.state_dict())
+
+    def on_round_start(self) -> None:
+        """Shrinks the queue for small clients: a queue longer than the data is full of the positives themselves."""
+        super().on_round_start()
+        n, batch = self.local.data.num_images, self.local.data.batch_size
+        self.capacity = min(len(self.queue), max(n - batch, n // 2, 1))

@@ -1,0 +1,121 @@
+"""ProtoCL, the paper's name for PCL (Li et al., 2021): MoCo plus prototypes."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedx_pl.losses import proto_nce
+from fedx_pl.methods.base import Embeddings, Loss, Views
+from fedx_pl.methods.moco import MoCo
+from fedx_pl.seeding import derive
+
+
+class Clustering(NamedTuple):
+    """One granularity of a client's images; it never leaves the client."""
+
+    prototypes: Tensor  # (k, d)
+    cluster: Tensor  # (N,) which prototype each image belongs to
+    concentration: Tensor  # (k,) phi
+
+
+class ProtoCL(MoCo):
+    """MoCo's InfoNCE, and ProtoNCE against clusters of the client's own images.
+
+    Clusters are made anew before every local epoch from momentum features of un-augmented images, once the client has
+    trained for ``warmup_epochs``. Their number follows the client's size.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        cluster_sizes: tuple[int, ...] = (25, 10, 5),
+        warmup_epochs: int = 1,
+        prototype_weight: float = 1.0,
+        **moco: Any,
+    ) -> None:
+        """Adds the clusterings.
+
+        Args:
+            backbone: see `SSLMethod`.
+            cluster_sizes: images per cluster, one clustering for each.
+            warmup_epochs: local epochs with MoCo's loss alone.
+            prototype_weight: weight of the prototype term.
+            moco: keyword arguments of `MoCo`.
+        """
+        super().__init__(backbone, **moco)
+        self.cluster_sizes, self.warmup_epochs, self.prototype_weight = cluster_sizes, warmup_epochs, prototype_weight
+        self.clusterings: list[Clustering] = []
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """MoCo's loss and the mean prototype term over all granularities."""
+        terms = [proto_nce(z.first, c.prototypes, c.cluster[batch.rows], c.concentration) for c in self.clusterings]
+        prototype = torch.stack(terms).mean() if terms else z.first.new_zeros((), dtype=torch.float32)
+        return super().loss(batch, z) | Loss(prototype=self.prototype_weight * prototype)
+
+    def on_round_start(self) -> None:
+        """Forgets the previous client's clusters."""
+        super().on_round_start()
+        self.clusterings = []
+
+    def on_local_epoch(self, epoch: int) -> None:
+        """Clusters the client's images on momentum features."""
+        super().on_local_epoch(epoch)
+        counts = [self.local.data.num_images // size for size in self.cluster_sizes]
+        counts = [k for k in counts if k >= 2]  # One cluster tells nothing.
+        if epoch < self.warmup_epochs or not counts:
+            return
+        self.key.eval()
+        features = torch.cat([self.keys(x) for x in self.local.data.plain_batches()])
+        self.key.train()
+        generator = torch.Generator(features.device).manual_seed(derive(self.local.seed, "k-means", epoch))
+        self.clusterings = [cluster(features, k, self.tau, generator) for k in counts]
+
+
+@torch.no_grad()
+def cluster(features: Tensor, k: int, temperature: float, generator: torch.Generator) -> Clustering:
+    """k-means and the concentration of each cluster.
+
+    phi = mean distance / log(size + 10); clusters of at most one image get the largest; clipped to the 10th and 90th
+    percentile; scaled to a mean of ``temperature``.
+    """
+    centres, assigned, distance = k_means(features, k, generator)
+    size = torch.bincount(assigned, minlength=k)
+    phi = features.new_zeros(k).index_add_(0, assigned, distance) / (size.clamp(min=1) * torch.log(size + 10.0))
+    phi = torch.where(size <= 1, phi.max(), phi)
+    low, high = torch.quantile(phi, phi.new_tensor([0.1, 0.9]))
+    phi = phi.clamp(low, high)
+    # Identical images make phi vanish: every cluster then has the plain temperature.
+    phi = torch.where(phi.mean() > 0, phi / phi.mean().clamp(min=1e-12), torch.ones_like(phi)) * temperature
+    return Clustering(F.normalize(centres, dim=1), assigned, phi)
+
+
+def k_means(x: Tensor, k: int, generator: torch.Generator, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    """Lloyd's algorithm from random images.
+
+    Args:
+        x: (N, d) points.
+        k: clusters.
+        generator: of x's device.
+        iterations: of assignment and update.
+
+    Returns:
+        Centres (k, d), each point's cluster (N,) and its distance to the centre (N,).
+    """
+    centres = x[torch.randperm(len(x), generator=generator, device=x.device)[:k]].clone()
+    for _ in range(iterations):
+        _, assigned = _nearest(x, centres)
+        size = torch.bincount(assigned, minlength=k)
+        sums = torch.zeros_like(centres).index_add_(0, assigned, x)
+        # An emptied cluster keeps its centre.
+        centres = torch.where((size > 0)[:, None], sums / size.clamp(min=1)[:, None], centres)
+    distance, assigned = _nearest(x, centres)
+    return centres, assigned, distance
+
+
+def _nearest(x: Tensor, centres: Tensor, rows: int = 8192) -> tuple[Tensor, Tensor]:
+    """Distance to and index of the nearest centre, in chunks so that N x k never stands in memory at once."""
+    nearest = [torch.cdist(chunk, centres).min(dim=1) for chunk in x.split(rows)]
+    return torch.cat([n.values for n in nearest]), torch.cat([n.indices for n in nearest])

@@ -1,0 +1,129 @@
+"""The TensorBoard events of a run: one writer, tags that group well, and step axes that never restart."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_POINTS = 50  # of one client's curve in one round: a hundred rounds stay quick to load
+
+
+class RunWriter:
+    """Writes a run's scalars and pictures into its folder.
+
+    Nothing is imported or created before the first write: a run without a dashboard pays nothing.
+
+    Args:
+        folder: where the event files go; created when needed. A resumed run adds a file to the same folder.
+        max_clients: the clients numbered below this get loss curves of their own; a hundred curves in one chart are
+            neither readable nor cheap. By number, so that a resumed run goes on with the same ones.
+    """
+
+    def __init__(self, folder: Path, *, max_clients: int = 10) -> None:
+        self._folder = folder
+        self._max_clients = max_clients
+
+    @cached_property
+    def _writer(self) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder))
+
+    def accuracy(self, round: int, values: Mapping[str, float | None]) -> None:
+        """Accuracies of the global encoder after a round, in percent, as ``accuracy/<name>``.
+
+        Args:
+            round: number of the round; 0 is the untrained encoder.
+            values: for example ``knn_top1`` and ``linear_top1``; ``None`` and nan mean "not measured": not written.
+        """
+        self.round(round, {f"accuracy/{name}": value for name, value in values.items()})
+
+    def round(self, round: int, values: Mapping[str, float | None]) -> None:
+        """Figures of a whole round, then a flush, so that a dashboard that is open follows round by round.
+
+        Args:
+            round: number of the round.
+            values: by full tag, for example ``speed/images_per_second`` or ``loss/contrastive``; ``None`` and nan are
+                not written.
+        """
+        for tag, value in values.items():
+            if value is not None and not math.isnan(value):
+                self._writer.add_scalar(tag, value, round)
+        self._writer.flush()
+
+    def client_losses(self, client: int, first_step: int, losses: Tensor, names: Sequence[str], every: int = 1) -> None:
+        """The loss terms of one client in one round, as ``loss_<name>/client_<number>``.
+
+        Long rounds are thinned to about fifty points, each the mean of its bucket of rows and drawn at the last step of
+        it. A nan stays: TensorBoard marks it, and the step where a loss broke is worth seeing.
+
+        Args:
+            client: number of the client.
+            first_step: step of the first row, on the client's own axis: the steps it did in all earlier rounds.
+            losses: (rows, terms).
+            names: of the terms.
+            every: steps from one row to the next, for losses that were recorded only every so often.
+        """
+        if client >= self._max_clients or len(losses) == 0:
+            return
+        size = math.ceil(len(losses) / _POINTS)
+        done = 0
+        for bucket in losses.detach().float().cpu().split(size):
+            done += len(bucket)
+            step = first_step + (done - 1) * every
+            for name, value in zip(names, bucket.mean(0).tolist(), strict=True):
+                self._writer.add_scalar(f"loss_{name}/client_{client:03d}", value, step)
+
+    def partition(self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]) -> None:
+        """Who owns what: a heat map, and the size of each client as a table.
+
+        Args:
+            counts: integer (clients, classes), or (clients, 1) when the images have no labels.
+            client_names: of the rows.
+            classes: names of the columns.
+        """
+        from fedx_pl.reporting import plots
+
+        figure = plots.partition_heatmap(counts, classes, client_names)
+        self._writer.add_image("partition/heatmap", plots.pixels(figure), 0, dataformats="HWC")
+        sizes = zip(client_names, np.asarray(counts).sum(1), strict=True)
+        table = ["| client | images |", "|---|---:|", *(f"| {name} | {size:,} |" for name, size in sizes)]
+        self.text("partition/sizes", "\n".join(table))
+
+    def views(self, first: Tensor, second: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Example pairs of augmented views: the quickest way to see a wrong augmentation.
+
+        Args:
+            first: normalised float (B, C, H, W).
+            second: the other view of the same images.
+            mean: of the normalisation, per channel.
+            std: of the normalisation, per channel.
+        """
+        from fedx_pl.reporting import plots
+
+        self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std), 0, dataformats="HWC")
+
+    def text(self, tag: str, text: str) -> None:
+        """Markdown, for example the resolved configuration."""
+        self._writer.add_text(tag, text, 0)
+
+    def close(self) -> None:
+        """Write what is pending and close the file; twice does no harm."""
+        if "_writer" in self.__dict__:  # not made by the closing itself
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

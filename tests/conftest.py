@@ -1,0 +1,50 @@
+"""What many tests share: one thread per worker, and a small CIFAR-10 in the official binary format."""
+
+import io
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+# Some virtual machines announce AMX and then trap on its instructions; bf16 has other kernels. Read when torch loads.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
+torch.set_num_threads(1)
+
+TRAIN, TEST = 240, 60
+
+
+@pytest.fixture(scope="session")
+def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 + 60 images as cifar-10-binary.tar.gz; each class has its own colour, so there is something to learn."""
+    root = tmp_path_factory.mktemp("tiny-cifar10")
+    rng = np.random.default_rng(0)
+    colours = rng.integers(40, 215, (10, 3, 1, 1))
+
+    def records(count: int) -> bytes:
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.clip(colours[labels] + rng.normal(0, 25, (count, 3, 32, 32)), 0, 255).astype(np.uint8)
+        return np.concatenate([labels[:, None], images.reshape(count, -1)], axis=1).tobytes()
+
+    files = {f"data_batch_{i}.bin": records(TRAIN // 5) for i in range(1, 6)} | {"test_batch.bin": records(TEST)}
+    with tarfile.open(root / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return root
+
+
+@pytest.fixture
+def tiny(tiny_root: Path, tmp_path: Path) -> list[str]:
+    """Overrides for a federation of seconds: a very thin network, three clients, two rounds of one epoch."""
+    return [
+        f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.root={tmp_path / 'runs'}",
+        "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
+        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "run.threads=1",
+    ]  # fmt: skip

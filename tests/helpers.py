@@ -1,0 +1,56 @@
+"""Small real parts for tests: models, client data and a round to train in."""
+
+import numpy as np
+import torch
+
+from fedx_pl import SSLMethod, backbones
+from fedx_pl.backbones import BackboneOptions
+from fedx_pl.data.augment import Augment, AugmentOptions
+from fedx_pl.data.module import ClientData, ImageStore
+from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
+from fedx_pl.methods.base import LocalRound, State
+
+
+def make_model(method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object) -> SSLMethod:
+    """A method on a very thin ResNet, initialised from ``seed``."""
+    torch.manual_seed(seed)
+    backbone = backbones.build(BackboneOptions("resnet10", width=4), channels=channels, image_size=16)
+    sizes: dict[str, object] = {"hidden_dim": 16, "embed_dim": 8}
+    return method(backbone, **(sizes | options)).to(memory_format=torch.channels_last)
+
+
+def make_data(
+    images: int = 40, batch_size: int = 8, relation_size: int = 0, seed: int = 0, side: int = 16, channels: int = 3
+) -> ClientData:
+    """A client with random images."""
+    pixels = np.random.default_rng(7).integers(0, 256, (images, side, side, channels), dtype=np.uint8)
+    store = ImageStore(pixels, torch.device("cpu"), resident_bytes=10**9)
+    augment = Augment(AugmentOptions(), (0.5,) * channels, (0.25,) * channels)
+    return ClientData(store, torch.arange(images), augment, batch_size, relation_size, seed)
+
+
+def data_for(model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int = 0, side: int = 16) -> ClientData:
+    """A client whose batches carry what the model asks for."""
+    return make_data(images, batch_size, batch_size if model.relation_batch else 0, seed, side)
+
+
+def start(model: SSLMethod, data: ClientData, round: int = 1, epochs_before: int = 0) -> SSLMethod:
+    """Starts a round by hand, without a Trainer."""
+    return model.start_round(LocalRound(round, 10, 0, 1, epochs_before, 0, data))
+
+
+def train(
+    model: SSLMethod,
+    data: ClientData,
+    *,
+    state: State | None = None,
+    memory: ClientMemory | None = None,
+    round: int = 1,
+    epochs: int = 1,
+    client: int = 0,
+    precision: str = "32-true",
+    batchnorm: str = "average",
+) -> Update:
+    """One client's round through the real Trainer."""
+    context = RoundContext(round, 10, epochs, 0, state or model.shared_state(), batchnorm)
+    return LocalTrainer(model, torch.device("cpu"), precision).run(context, client, data, memory)
