@@ -99,6 +99,23 @@ def test_same_seed_same_result_and_the_global_generator_is_left_alone():
     assert linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=6) != first
 
 
+def test_small_steps_run_on_one_thread_and_the_setting_is_put_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(linear, "fit", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    x, y = blobs(20, 4)
+    try:
+        torch.set_num_threads(2)
+        linear_probe(x, y, x, y, classes=4, options=LinearOptions(), seed=0)
+        monkeypatch.setattr(linear, "_SMALL_STEP", 1)
+        linear_probe(x, y, x, y, classes=4, options=LinearOptions(), seed=0)
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2]
+    assert after == 2
+
+
 def test_top5_counts_the_five_best():
     """Logits 7 .. 0 for classes 0 .. 7 whatever the features: labels 0, 4 and 5 are first, fifth and sixth."""
     logits = torch.arange(7.0, -1, -1).expand(3, 8)

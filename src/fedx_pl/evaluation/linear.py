@@ -9,7 +9,8 @@ numbers are the same: the tests hold it against the textbook loop.
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from fedx_pl.evaluation.features import measurable
 
 _SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
+_SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a second thread does not pay
 
 
 @dataclass
@@ -74,13 +76,29 @@ def linear_probe(
     bound = 1 / math.sqrt(width)  # what nn.Linear draws from, for its weight and its bias
     weight = torch.empty(classes, width + 1).uniform_(-bound, bound, generator=generator).to(train_x.device)
     orders = (torch.randperm(count, generator=generator).to(train_x.device) for _ in range(options.epochs))
-    fit(weight, train_x, train_y, orders, options)
+    with _threads(1 if options.batch_size * weight.numel() < _SMALL_STEP else torch.get_num_threads()):
+        fit(weight, train_x, train_y, orders, options)
 
     logits = torch.addmm(weight[:, -1], test_x, weight[:, :-1].T)
     if not torch.isfinite(logits).all():  # finite features may still overflow
         warnings.warn("the linear probe diverged: the accuracy is nan", stacklevel=2)
         return LinearResult(math.nan, math.nan)
     return LinearResult(_top(1, logits, test_y), _top(5, logits, test_y))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Limit torch's CPU threads for a while.
+
+    A step of 50 us is too short to share: the threads only wait for each other, and on a machine that is busy with
+    other work each of those waits may last a whole time slice (measured: 8 to 50 times slower).
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _top(k: int, logits: Tensor, labels: Tensor) -> float:

@@ -1,0 +1,98 @@
+"""FedAvg against hand-derived numbers, and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedx_pl.federation.aggregate import BadUpdate, FedAvg
+
+
+def state(value: float, steps: int = 0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2, 2), float(value)), "bn.num_batches_tracked": torch.tensor(steps)}
+
+
+def test_the_mean_is_weighted_by_images() -> None:
+    """(1 * 100 + 4 * 300) / 400 = 3.25."""
+    average = FedAvg(state(0))
+    average.add(state(1.0), 100)
+    average.add(state(4.0), 300)
+    assert average.result()["w"].flatten().tolist() == [3.25] * 4
+
+
+def test_weights_belong_to_the_clients_that_took_part_and_sum_to_one() -> None:
+    """Clients 1 and 3 of four (sizes 10, 20, 30, 40): (20 a + 40 b) / 60, not shares of the whole 100."""
+    average = FedAvg(state(0))
+    average.add(state(3.0), 20)
+    average.add(state(6.0), 40)
+    assert average.result()["w"][0, 0].item() == pytest.approx(5.0)
+
+
+def test_integer_buffers_keep_their_dtype() -> None:
+    average = FedAvg(state(0))
+    average.add(state(0, steps=10), 1)
+    average.add(state(0, steps=13), 1)
+    tracked = average.result()["bn.num_batches_tracked"]
+    assert tracked.dtype == torch.int64
+    assert tracked.item() == 12  # 11.5 rounds to the even neighbour
+
+
+def test_the_order_of_arrival_does_not_show() -> None:
+    generator = torch.Generator().manual_seed(0)
+    updates = [({"w": torch.randn(1000, generator=generator)}, n) for n in (17, 4999, 250, 1)]
+    results = []
+    for order in itertools.permutations(updates):
+        average = FedAvg({"w": torch.zeros(1000)})
+        for update, images in order:
+            average.add(update, images)
+        results.append(average.result()["w"])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 10_000)), min_size=1, max_size=8))
+def test_the_mean_lies_between_the_clients(clients: list[tuple[float, int]]) -> None:
+    average = FedAvg({"w": torch.zeros(1)})
+    for value, images in clients:
+        average.add({"w": torch.tensor([value])}, images)
+    values = [value for value, _ in clients]
+    tolerance = 1e-3
+    assert min(values) - tolerance <= average.result()["w"].item() <= max(values) + tolerance
+
+
+def test_half_precision_weights_are_accumulated_wide() -> None:
+    """2048 + 1 is 2048 in float16: a running sum in half precision would lose every second update."""
+    average = FedAvg({"w": torch.zeros(1, dtype=torch.float16)})
+    for _ in range(4096):
+        average.add({"w": torch.ones(1, dtype=torch.float16)}, 1)
+    assert average.result()["w"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "images", "reason"),
+    [
+        ({"w": torch.tensor([[float("nan"), 0], [0, 0]]), "bn.num_batches_tracked": torch.tensor(0)}, 1, "NaN"),
+        ({"w": torch.full((2, 2), float("inf")), "bn.num_batches_tracked": torch.tensor(0)}, 1, "infinity"),
+        ({"w": torch.zeros(2, 2)}, 1, "missing, e.g. bn.num_batches_tracked"),
+        ({**state(0), "extra": torch.zeros(1)}, 1, "unknown, e.g. extra"),
+        ({**state(0), "w": torch.zeros(3)}, 1, r"w has shape \(3,\)"),
+        ({**state(0), "w": torch.zeros(2, 2, dtype=torch.float64)}, 1, "float64"),
+        (state(0), 0, "0 images"),
+        (state(0), -5, "-5 images"),
+    ],
+)
+def test_a_bad_update_is_refused_and_leaves_the_average_as_it_was(
+    bad: dict[str, torch.Tensor], images: int, reason: str
+) -> None:
+    average = FedAvg(state(0))
+    average.add(state(2.0), 10)
+    with pytest.raises(BadUpdate, match=reason):
+        average.add(bad, images)
+    assert average.num_clients == 1
+    assert average.result()["w"][0, 0].item() == 2.0
+
+
+def test_an_empty_average_says_so() -> None:
+    with pytest.raises(ValueError, match="no update"):
+        FedAvg(state(0)).result()

@@ -1,0 +1,109 @@
+"""What is on disk after a round, and what is read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, write_atomically
+from fedx_pl.federation.client import ClientMemory
+
+STATE = {"w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last), "n": torch.tensor(3)}
+
+
+def save_round(checkpoints: Checkpoints, number: int, value: float = 0.0) -> RunState:
+    memory = ClientMemory({"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2)
+    record = checkpoints.save_client(0, memory)
+    state = RunState(number, [{"round": number, "loss": 0.1}], {"knn_top1": 10.0}, {0: record}, 1.5)
+    checkpoints.commit(state, {name: tensor + number for name, tensor in STATE.items()})
+    return state
+
+
+def test_a_round_is_read_back_exactly(tmp_path: Path) -> None:
+    saved = save_round(Checkpoints(tmp_path), 1, value=5.0)
+    checkpoints = Checkpoints(tmp_path)
+    state, weights = checkpoints.latest()
+    assert state == saved
+    assert torch.equal(weights["w"], STATE["w"] + 1)
+    assert weights["n"].dtype == torch.int64
+    memory = checkpoints.load_client(0, state.clients[0])
+    assert memory.private["queue"].tolist() == [5.0, 5.0]
+    assert (memory.last_round, memory.steps, memory.epochs) == (1, 7, 2)
+    assert checkpoints.load_client(1, None) is None
+
+
+def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).latest() is None
+
+
+def test_a_killed_round_leaves_the_private_state_of_the_one_before(tmp_path: Path) -> None:
+    """Round 2 is killed after its client was saved and before it was committed."""
+    checkpoints = Checkpoints(tmp_path)
+    save_round(checkpoints, 1, value=1.0)
+    checkpoints.save_client(0, ClientMemory({"queue": torch.full((2,), 2.0)}, last_round=2))
+    reopened = Checkpoints(tmp_path)
+    state, _ = reopened.latest()
+    assert state.round == 1
+    assert reopened.load_client(0, state.clients[0]).private["queue"].tolist() == [1.0, 1.0]
+
+
+def test_only_the_newest_rounds_and_their_client_files_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for number in range(1, 6):
+        save_round(checkpoints, number)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round_00004", "round_00005"]
+    assert len(list((tmp_path / "clients").iterdir())) == 2
+
+
+def test_the_private_state_of_an_absent_client_stays(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    first = save_round(checkpoints, 1, value=1.0)
+    for number in range(2, 6):
+        checkpoints.commit(RunState(number, clients=first.clients), STATE)
+    state, _ = checkpoints.latest()
+    assert state.clients[0] == ClientRecord(1, 7, 2)
+    assert checkpoints.load_client(0, state.clients[0]).private["queue"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "json", "missing"])
+def test_a_damaged_newest_round_falls_back_to_the_one_before_loudly(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    save_round(checkpoints, 1)
+    save_round(checkpoints, 2)
+    folder = tmp_path / "checkpoints" / "round_00002"
+    weights = folder / "global.safetensors"
+    content = bytearray(weights.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    elif damage == "truncate":
+        weights.write_bytes(content[:-3])
+    elif damage == "json":
+        (folder / "state.json").write_text("{")
+    else:
+        weights.unlink()
+    with pytest.warns(UserWarning, match="damaged"):
+        state, _ = Checkpoints(tmp_path).latest()
+    assert state.round == 1
+
+
+def test_state_is_plain_json(tmp_path: Path) -> None:
+    save_round(Checkpoints(tmp_path), 1)
+    manifest = json.loads((tmp_path / "checkpoints" / "round_00001" / "state.json").read_text())
+    assert manifest["round"] == 1
+    assert manifest["files"]["global.safetensors"]["bytes"] > 0
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.csv"
+    write_atomically(file, b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]

@@ -1,0 +1,99 @@
+"""One client's round: batches, seeds, counters and what it keeps."""
+
+import pytest
+import torch
+from helpers import data_for, make_data, make_model, train
+
+from fedx_pl.federation.client import ClientMemory, resolve_precision
+from fedx_pl.methods import BYOL, SimCLR
+
+
+def test_the_result_depends_only_on_its_arguments() -> None:
+    """Other clients trained before on the same instance leave no trace."""
+    fresh, used = make_model(BYOL), make_model(BYOL)
+    state = fresh.shared_state()
+    for client in (3, 5):
+        train(used, data_for(used, seed=client), state=state, client=client)
+    alone = train(fresh, data_for(fresh, seed=9), state=state, client=7)
+    after = train(used, data_for(used, seed=9), state=state, client=7)
+    for name in alone.state:
+        torch.testing.assert_close(after.state[name], alone.state[name], rtol=0, atol=0, msg=name)
+
+
+def test_counters_go_on_over_rounds() -> None:
+    model = make_model(SimCLR)
+    first = train(model, data_for(model), epochs=2)
+    assert (first.memory.steps, first.memory.epochs, first.memory.last_round) == (10, 2, 1)
+    second = train(model, data_for(model), state=first.state, memory=first.memory, round=4, epochs=2)
+    assert (second.memory.steps, second.memory.epochs, second.memory.last_round) == (20, 4, 4)
+
+
+def test_each_epoch_and_each_view_is_drawn_anew() -> None:
+    data = make_data()
+    first, again, second = (list(data.epoch(number)) for number in (0, 0, 1))
+    assert all(torch.equal(a.first, b.first) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0].rows, second[0].rows)
+    assert not torch.equal(first[0].first, first[0].second)
+    assert sorted(torch.cat([batch.rows for batch in first]).tolist()) == list(range(40))
+
+
+def test_the_relation_batch_is_independent_of_the_batch_and_cycles() -> None:
+    """40 images in batches of 8 with relation batches of 30: one per lap of its own order, five laps."""
+    data = make_data(relation_size=30)
+    batches = list(data.epoch(0))
+    assert [len(batch.relation) for batch in batches] == [30] * 5
+    assert not torch.equal(batches[0].relation, batches[1].relation)
+    plain = list(make_data(relation_size=0).epoch(0))
+    assert all(torch.equal(a.rows, b.rows) for a, b in zip(batches, plain, strict=True))
+    assert plain[0].relation is None
+
+
+@pytest.mark.parametrize(
+    ("images", "steps", "size"), [(40, 5, 8), (47, 5, 8), (8, 1, 8), (7, 1, 7), (1, 1, 1), (15, 1, 8)]
+)
+def test_batches_have_one_shape_and_small_clients_one_batch(images: int, steps: int, size: int) -> None:
+    data = make_data(images=images)
+    batches = list(data.epoch(0))
+    assert len(data) == len(batches) == steps
+    assert {len(batch.first) for batch in batches} == {size}
+
+
+def test_images_that_do_not_fit_are_read_as_needed() -> None:
+    resident, mapped = make_data(), make_data()
+    mapped.store._resident = None
+    for a, b in zip(resident.epoch(0), mapped.epoch(0), strict=True):
+        torch.testing.assert_close(a.first, b.first, rtol=0, atol=0)
+
+
+def test_greyscale_28x28_trains() -> None:
+    model = make_model(SimCLR, channels=1)
+    update = train(model, make_data(channels=1, side=28))
+    assert update.losses.isfinite().all()
+
+
+def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
+    model = make_model(SimCLR)
+    mine = train(model, data_for(model), batchnorm="local")
+    kept = "batchnorm/backbone.bn1.running_mean"
+    assert kept in mine.memory.private
+    other = {name: torch.zeros_like(t) if "running_mean" in name else t for name, t in mine.state.items()}
+    before = mine.memory.private[kept].clone()
+    seen = []
+    model.on_round_start = lambda: seen.append(model.backbone.bn1.running_mean.clone())
+    train(model, data_for(model), state=other, memory=mine.memory, round=2, batchnorm="local")
+    torch.testing.assert_close(seen[0], before, rtol=0, atol=0)
+    train(model, data_for(model), state=other, memory=ClientMemory({}, 1), round=2, batchnorm="average")
+    assert seen[1].abs().sum() == 0
+
+
+def test_precision_auto_is_full_on_a_cpu() -> None:
+    assert resolve_precision("auto", torch.device("cpu")) == "32-true"
+    assert resolve_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
+
+
+def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    model = make_model(SimCLR)
+    train(model, data_for(model))
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    assert [str(warning.message) for warning in recwarn] == []
