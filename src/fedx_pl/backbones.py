@@ -48,6 +48,12 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
         raise UserError(
             f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
         )
+    if options.width < 16 and image_size > 32:
+        # torch 2.15's CPU kernel for the backward pass of a strided 1x1 convolution with fewer than 16 channels writes
+        # past its buffer on such images (seen as heap corruption at 56 and 64 pixels, not at 48 and below).
+        raise UserError(
+            f"backbone.width={options.width} is too thin for images of {image_size} pixels; type backbone.width=16"
+        )
     stages = _STAGES.get(options.name)
     net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options)
     small = options.stem == "cifar" or (options.stem == "auto" and image_size < _LARGE)

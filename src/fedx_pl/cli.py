@@ -99,13 +99,14 @@ def _key_reference() -> str:
         auto = ", auto" if group == "profile" else ""
         lines.append(f"  {group}={' | '.join(configuration.choices(group))}{auto}{own}")
     lines += ["  fedx=true | false", "", "keys (key=value) and their defaults:"]
-    lines += [f"  {key}={_show(default):<10} {text}" for key, default, text in configuration.all_keys()]
+    lines += [_key_line(key, default, text) for key, default, text in configuration.all_keys()]
     for name, method in methods.BUILT_IN.items():
         lines += ["", f"keys of method={name}:"]
         for key, (_, default, text) in configuration.hyper_parameters(method).items():
-            lines.append(f"  method.{key}={_show(default):<10} {text}")
+            lines.append(_key_line(f"method.{key}", default, text))
     return "\n".join(line.replace("%", "%%") for line in lines)
 
 
-def _show(default: object) -> str:
-    return str(default).lower() if isinstance(default, bool) else str(default)
+def _key_line(key: str, default: object, text: str) -> str:
+    value = str(default).lower() if isinstance(default, bool) else str(default)
+    return f"  {f'{key}={value}':<32} {text}"

@@ -93,7 +93,7 @@ class RunOptions:
 class MethodOptions:
     """Which method; `compose` adds the method's own hyper-parameters as further fields."""
 
-    name: str = "simclr"
+    name: str = field(default="simclr", metadata={"help": "short: method=NAME"})
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,13 @@ class Config:
     federation: FederationOptions = field(default_factory=FederationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     run: RunOptions = field(default_factory=RunOptions)
+
+    def __post_init__(self) -> None:
+        if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
+            raise UserError(
+                f"fedx.relation_size={self.fedx.relation_size} leaves nothing of "
+                f"optim.batch_size={self.optim.batch_size}; type fedx.relation_size={self.optim.batch_size // 2}"
+            )
 
     @property
     def method_options(self) -> dict[str, Any]:
@@ -227,7 +234,7 @@ def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[st
         default = getattr(config_class(), item.name)
         if dataclasses.is_dataclass(default):
             yield from all_keys(type(default), f"{prefix}{item.name}.")
-        elif item.name != "method":
+        else:
             yield prefix + item.name, default, item.metadata.get("help", "")
 
 

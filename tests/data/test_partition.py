@@ -270,7 +270,6 @@ def test_make_passes_every_option_on(kind, direct):
     [
         (PartitionOptions(), None, None, ["partition.kind=dirichlet", "iid, quantity or folders"]),
         (PartitionOptions(kind="classes"), None, None, ["partition.kind=classes", "iid, quantity or folders"]),
-        (PartitionOptions(kind="dirichlt"), TEN, None, ["partition.kind=dirichlt", "type partition.kind=dirichlet"]),
         (PartitionOptions(kind="folders"), TEN, None, ["partition.kind=folders", "partition.kind=iid"]),
         (PartitionOptions(kind="folders"), TEN, TEN, ["federation.clients=5", "type federation.clients=10"]),
     ],
@@ -279,6 +278,13 @@ def test_make_explains_what_does_not_fit(options, labels, groups, words):
     with pytest.raises(UserError) as error:
         partition.make(options, labels, groups, 100, 5, 0)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_unknown_kind_and_a_bad_beta_are_refused_at_once():
+    with pytest.raises(UserError, match=r"partition\.kind=dirichlt .* type partition\.kind=dirichlet"):
+        PartitionOptions(kind="dirichlt")
+    with pytest.raises(UserError, match=r"partition\.beta=0"):
+        PartitionOptions(beta=0)
 
 
 def test_every_option_has_a_help_line():

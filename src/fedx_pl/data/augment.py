@@ -27,7 +27,7 @@ SIGMA = (0.1, 2.0)  # SimCLR's range of blur
 CROPS = ("pad", "resized", "none")
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentOptions:
     """What happens to a training image: geometry first, then colour, grey and blur. A strength of 0 skips its step."""
 
@@ -48,7 +48,7 @@ class AugmentOptions:
     blur: float = field(default=0.0, metadata={"help": "probability of a Gaussian blur, sigma 0.1 to 2"})
     rotation: float = field(default=0.0, metadata={"help": "degrees, drawn from ± this; corners turn black"})
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Checks every field.
 
         Raises:
@@ -101,13 +101,12 @@ class Augment:
     """Turns stored uint8 batches into normalised network inputs, with (`__call__`) or without (`plain`) randomness.
 
     Args:
-        options: Validated here.
+        options: What to do.
         mean: Per channel, of pixels in 0..1.
         std: Per channel, of pixels in 0..1.
     """
 
     def __init__(self, options: AugmentOptions, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        options.validate()
         if len(mean) != len(std) or not all(s > 0 for s in std):
             raise ValueError(f"mean and std need one number per channel and std > 0, got {mean} and {std}")
         self.options = options
@@ -356,10 +355,11 @@ def hue_(x: Tensor, shift: Tensor) -> Tensor:
     sixth = (6 * chroma).clamp_min_(1e-6).reciprocal_()  # grey pixels have no hue; any will do, as their chroma is 0
     red, green, blue = (g - b).mul_(sixth), (b - r).mul_(sixth).add_(1 / 3), (r - g).mul_(sixth).add_(2 / 3)
     hue = torch.where(value == r, red, torch.where(value == g, green, blue)).add_(shift.view(-1, 1, 1, 1))
-    away = hue - torch.arange(3, device=x.device).view(1, 3, 1, 1) / 3
-    away.sub_(away.round()).abs_()  # distance around the circle, 0..1/2
-    fall = away.mul_(6).sub_(1).clamp_(0, 1).mul_(chroma)
-    return torch.sub(value, fall, out=x)
+    for channel, home in ((r, 0), (g, 1 / 3), (b, 2 / 3)):  # one by one: temporaries of one plane stay in the cache
+        away = hue - home
+        away.sub_(away.round()).abs_()  # distance around the circle, 0..1/2
+        torch.sub(value, away.mul_(6).sub_(1).clamp_(0, 1).mul_(chroma), out=channel)
+    return x
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 DATASETS: tuple[str, ...] = ("cifar10", "cifar100", "svhn", "fmnist", "imagenet10", "folder")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataOptions:
     """The config group ``data``."""
 

@@ -25,7 +25,7 @@ MAX_TRIES = 50
 MAX_BETA = 1e9  # beyond, shares differ by less than one image in any data set, and gamma variates would overflow
 
 
-@dataclass
+@dataclass(frozen=True)
 class PartitionOptions:
     """How images are dealt to clients."""
 
@@ -42,6 +42,14 @@ class PartitionOptions:
     classes: int = field(default=2, metadata={"help": "kind=classes: how many classes each client holds"})
     min_size: int = field(default=10, metadata={"help": "kind=dirichlet, quantity: fewest images of a client"})
     file: str = field(default="", metadata={"help": "use this split.json of an earlier run instead"})
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+        if self.kind not in KINDS:
+            nearest = difflib.get_close_matches(str(self.kind), KINDS, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"partition.kind={self.kind} is unknown: type partition.kind={nearest} (of {', '.join(KINDS)})"
+            )
 
 
 def make(
@@ -95,11 +103,6 @@ def make(
                 f"type federation.clients={len(split)}"
             )
         return split
-    if options.kind not in KINDS:
-        nearest = difflib.get_close_matches(str(options.kind), KINDS, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"partition.kind={options.kind} is unknown: type partition.kind={nearest} (of {', '.join(KINDS)})"
-        )
     if labels is None:
         raise UserError(
             f"partition.kind={options.kind} needs labels and the images have none: "

@@ -23,7 +23,7 @@ _SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few eno
 _SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a second thread does not pay
 
 
-@dataclass
+@dataclass(frozen=True)
 class LinearOptions:
     """How the linear probe is trained; the defaults are those of the FedX authors."""
 

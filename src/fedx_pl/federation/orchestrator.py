@@ -205,10 +205,10 @@ class Orchestrator:
         scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"], "optim/lr": row["lr"]}
         scalars |= {f"clients/{name}": row[name] for name in updates[0].metrics}
-        writer.round(round, scalars)
         for update in updates:
             first_step = update.memory.steps - len(update.losses)
             writer.client_losses(update.client, first_step, update.losses, update.loss_names)
+        writer.round(round, scalars)
 
     def _require_enough(self, round: int, good: int) -> None:
         needed = self.plan.config.federation.min_clients

@@ -77,30 +77,25 @@ class Plan:
         return sum(steps[client] for round in range(first, last + 1) for client in self.choose_clients(round))
 
     def estimate_seconds(self, first_round: int = 1) -> float:
-        """Expected duration from real steps and one real feature batch, on a copy of the model."""
-        largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
-        trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision)
-        state = trainer.model.shared_state()
+        """Expected duration: the best of a few short fits and one batch of features, on a copy of the model."""
         rounds = self.config.federation.rounds
-        context = RoundContext(1, rounds, 1, self.config.seed, state, self.config.federation.batchnorm)
-
-        def timed(steps: int) -> float:
-            whole = self.client_data(largest, round=1)
-            few = ClientData(
-                whole.store, whole.index[: steps * whole.views_size], whole.augment, whole.views_size,
-                min(whole.relation_size, whole.views_size), whole.seed,
-            )  # fmt: skip
-            started = time.perf_counter()
-            trainer.run(context, largest, few, None)
-            return time.perf_counter() - started
-
-        timed(1)  # Allocators and kernels warm up.
-        one, three = timed(1), timed(3)
-        per_step = max((three - one) / 2, 1e-4)
-        per_fit = max(one - per_step, 0.0)
-        fits = sum(len(self.choose_clients(r)) for r in range(first_round, rounds + 1))
-        training = self.steps_between(first_round, rounds) * per_step + fits * per_fit
+        trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision)
+        per_step = _time_step(trainer, max((self.client_data(c, 1) for c in range(len(self.clients))), key=len))
+        training = self.steps_between(first_round, rounds) * per_step
         return training + self.evaluator.estimate_seconds(trainer.model, self.device, first_round, rounds)
+
+
+def _time_step(trainer: LocalTrainer, data: ClientData, budget: float = 3.0) -> float:
+    """Seconds per optimiser step, from fits of two steps, the first of which warms up."""
+    two = replace(data, index=data.index[: 2 * data.views_size], relation_size=min(data.relation_size, data.views_size))
+    context = RoundContext(1, 1, 1, 0, trainer.model.shared_state(), "average")
+    best, spent = float("inf"), 0.0
+    while spent < budget:
+        started = time.perf_counter()
+        trainer.run(context, 0, two, None)
+        seconds = time.perf_counter() - started
+        best, spent = min(best, seconds / len(two)), spent + seconds
+    return best
 
 
 def round_half_up(value: float) -> int:
@@ -118,28 +113,17 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     device = resolve_device(config.run.device)
-    data = sources.load(config.data, seed=derive(config.seed, "data"), report=report)
-    images = data.train.images
-    clients = _split(config, data)
+    data = sources.load(config.data, seed=config.seed, report=report)
+    train, images = data.train, data.train.images
+    clients = partition.make(
+        config.partition, train.labels, train.groups, len(images), config.federation.clients, config.seed,
+        fingerprint=data.fingerprint,
+    )  # fmt: skip
     mean, std = _normalisation(config, channels=images.shape[3])
     size = config.augment.size if 0 < config.augment.size < images.shape[1] else 0
     augment = Augment(replace(config.augment, size=size), mean, std)
     model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
     return Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
-
-
-def _split(config: Config, data: ImageData) -> list[np.ndarray]:
-    count, wanted = len(data.train.images), config.federation.clients
-    if not config.partition.file:
-        seed = derive(config.seed, "partition")
-        return partition.make(config.partition, data.train.labels, data.train.groups, count, wanted, seed)
-    clients = partition.load(config.partition.file, fingerprint=data.fingerprint, num_images=count)
-    if len(clients) != wanted:
-        raise UserError(
-            f"partition.file={config.partition.file} splits among {len(clients)} clients, federation.clients={wanted}; "
-            f"type federation.clients={len(clients)}"
-        )
-    return clients
 
 
 def _normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

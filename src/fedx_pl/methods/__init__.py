@@ -48,7 +48,8 @@ def _import(path: str) -> object:
     except ImportError as error:
         raise UserError(f"method={path}: cannot import {module_name} ({error}); start where it can be found") from error
     if not hasattr(module, class_name):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, SSLMethod)]
+        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name]
+        classes = [v.__name__ for v in own if issubclass(v, SSLMethod)]
         raise UserError(
             f"method={path}: {module_name} has no {class_name!r}; it has {', '.join(classes) or 'no method'}"
         )

@@ -1,0 +1,156 @@
+"""The command line as users meet it: what it prints, what it refuses, with which exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedx_pl import cli
+
+ROOT = Path(__file__).parents[1]
+
+
+def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    command = [sys.executable, "-m", "fedx_pl", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"cifar10-byol-fedx-paper: 2 rounds x 1 epochs, 3 clients, 240 images, .*: about \d", out)
+    assert re.search(r"untrained +kNN +\d", out)
+    assert re.search(r"round +2/2 +loss +\d.*ETA", out)
+    assert re.search(r"linear: last \d+\.\d\d, best \d+\.\d\d, untrained \d+\.\d\d", out)
+    assert "run folder: " in out
+    assert "tensorboard --logdir" in out
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0  # Finished: the summary again, no training.
+    assert "linear: last" in (again := capsys.readouterr().out)
+    assert "ETA" not in again
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, "method=fedu", "fedx=true", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("about", "steps per round", "trainable parameters", "private per client", "steps in all"):
+        assert expected in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, "profile=cpu", "data.limit=100", "data.test_limit=50", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "profile cpu" in out
+    assert "PROFILE=paper" in out
+
+
+def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for expected in ("method=simclr | moco | byol", "federation.rounds=100", "keys of method=fedu", "method.mu=0.4"):
+        assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=bioll"], "did you mean method=byol"),
+        (["federation.rond=3"], "did you mean 'federation.rounds'"),
+        (["federation.clients=500"], "500"),
+        (["partition.beta=-1"], "partition.beta=-1"),
+        (["partition.file=/nowhere/split.json"], "partition.file"),
+        (["run.device=cuda:7"], "run.device=cuda:7"),
+        (["run.dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tiny: list[str], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_traceback_comes_only_with_debug() -> None:
+    plain = fedx_pl("train", "method=bioll")
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    debug = fedx_pl("train", "method=bioll", "--debug")
+    assert debug.returncode != 0
+    assert "Traceback" in debug.stderr
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedx_pl.federation import checkpoint
+
+    real, calls = checkpoint.os.fsync, []
+
+    def full_after_a_while(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) > 8:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", full_after_a_while)
+    assert cli.main(["train", *tiny]) == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert "free some space" in error
+    monkeypatch.undo()
+    assert cli.main(["train", *tiny]) == 0
+    assert "going on after round 1" in capsys.readouterr().out
+
+
+def test_data_describes_a_set(tiny_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "cifar10", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]) == 0
+    out = capsys.readouterr().out
+    assert "240" in out
+    assert "mean" in out
+    assert cli.main(["data", "cifar11"]) == 2
+
+
+def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_ssl.py").write_text(
+        "from fedx_pl import SSLMethod, Loss\n"
+        "from fedx_pl.losses import nt_xent\n"
+        "class Mine(SSLMethod):\n"
+        "    def loss(self, batch, z):\n"
+        "        return Loss(mine=nt_xent(z.first, z.second, self.tau))\n"
+    )
+    done = fedx_pl("train", *tiny, "method=my_ssl:Mine", "fedx=true", "federation.rounds=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header = next(tmp_path.glob("runs/cifar10-mine-fedx*/metrics.csv")).read_text().splitlines()[0]
+    assert "loss_mine,loss_local_relation" in header
+
+
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not list(tmp_path.glob("run/checkpoints/round_*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "the same command goes on after the last finished round" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "run" / "metrics.csv").exists()

@@ -1,0 +1,152 @@
+"""Composing, validating and freezing a configuration."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from simsiam import SimSiam
+
+from fedx_pl import methods
+from fedx_pl.config import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
+from fedx_pl.errors import UserError
+from fedx_pl.federation.plan import build_model
+
+
+def test_the_defaults_are_the_paper_s() -> None:
+    config = compose(["data=cifar10", "method=simclr", "fedx=true"])
+    federation, optim = config.federation, config.optim
+    assert (federation.rounds, federation.epochs, federation.clients) == (100, 10, 10)
+    assert (config.partition.kind, config.partition.beta) == ("dirichlet", 0.5)
+    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size) == (0.01, 0.9, 1e-5, 128)
+    assert (config.backbone.name, config.backbone.width, config.fedx.tau) == ("resnet18", 64, 0.1)
+    assert config.relation_size == 64  # "128" of the authors' code: two loaders of 64
+    assert config.evaluation.linear.epochs == 100
+
+
+def test_choices_come_first_and_single_keys_last_whatever_their_order() -> None:
+    config = compose(["federation.rounds=7", "profile=cpu", "data=svhn"])
+    assert config.federation.rounds == 7
+    assert config.backbone.width == 16
+    assert (config.augment.flip, config.augment.rotation) == (0.0, 15.0)
+
+
+def test_svhn_is_augmented_as_in_the_authors_code() -> None:
+    augment = compose(["data=svhn"]).augment
+    strengths = (augment.brightness, augment.contrast, augment.saturation, augment.hue)
+    assert strengths == (0.4, 0.4, 0.4, 0.4)
+
+
+def test_profile_auto_depends_on_the_gpu() -> None:
+    expected = "paper" if torch.cuda.is_available() else "cpu"
+    assert compose(["profile=auto"]).profile == expected
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = compose([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.federation.rounds = 3  # type: ignore[misc]
+
+
+def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
+    config = compose(["method=protocl", "fedx=true", "method.cluster_sizes=[8,4]", "profile=cpu", "seed=3"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert load(file).content() == config.content()
+    assert load(file).hash == config.hash
+    assert config.method_options["cluster_sizes"] == [8, 4]
+
+
+def test_the_hash_tells_results_apart_and_ignores_where_they_lie() -> None:
+    assert compose(["run.root=a", "data.root=b"]).hash == compose([]).hash
+    assert compose(["seed=1"]).hash != compose([]).hash
+
+
+def test_paths_may_hold_any_character() -> None:
+    path = "/data/my images (old), x=1: #2"
+    assert compose([f"data.root={path}"]).data.root == path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["federation.round=2"], "did you mean 'federation.rounds'"),
+        (["rounds=2"], "did you mean 'federation.rounds'"),
+        (["method=byol", "method.momentm=1"], "did you mean 'method.momentum'"),
+        (["data=cifr10"], "did you mean data=cifar10"),
+        (["profile=mini!"], "Known: cpu, paper"),
+        (["method=byo"], "did you mean method=byol"),
+        (["method=no.such.module:Thing"], "cannot import no.such.module"),
+        (["method=simsiam:Sim"], "it has SimSiam, FedXSimSiam"),
+        (["method=pathlib:Path"], "not a subclass of fedx_pl.SSLMethod"),
+        (["federation.rounds=many"], "wrong type for federation.rounds"),
+        (["seed=1.5"], "wrong type for seed"),
+        (["fedx=maybe"], "not a valid bool"),
+        (["federation=3"], "wrong type for federation"),
+        (["fast"], "type key=value"),
+        (["partition.beta=0"], "partition.beta=0"),
+        (["partition.beta=-1"], "partition.beta=-1"),
+        (["optim.lr=0"], "optim.lr=0"),
+        (["optim.schedule=linear"], "optim.schedule=linear"),
+        (["optim.precision=8"], "optim.precision=8"),
+        (["optim.batch_size=1"], "optim.batch_size=1"),
+        (["augment.crop=centre"], "augment.crop=centre"),
+        (["augment.hue=0.9"], "augment.hue=0.9"),
+        (["federation.clients=0"], "federation.clients=0"),
+        (["federation.fraction=0"], "federation.fraction=0"),
+        (["federation.fraction=1.5"], "federation.fraction=1.5"),
+        (["federation.batchnorm=no"], "federation.batchnorm=no"),
+        (["evaluation.knn_every=0"], "evaluation.knn_every=0"),
+        (["run.resume=yes"], "run.resume=yes"),
+        (["fedx=true", "fedx.relation_size=128"], "fedx.relation_size=128"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        compose(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_run_configuration_is_a_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for content in ("[", "a: 1", ""):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"config\.yaml"):
+            load(file)
+
+
+def test_a_method_s_keyword_arguments_are_its_keys() -> None:
+    found = hyper_parameters(SimSiam)
+    assert found["bottleneck"] == (int, 64, "hidden units of the predictor.")
+    assert found["tau"][1] == 0.1
+    assert "optim" not in found
+    config = compose(["method=simsiam:SimSiam", "method.bottleneck=12", "backbone.width=4", "fedx=true"])
+    model = build_model(config, channels=3, image_size=32)
+    assert type(model).__name__ == "FedXSimSiam"
+    assert model.predictor.layers[0].out_features == 12
+
+
+def test_a_method_that_is_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    point = EntryPoint("sims", "simsiam:SimSiam", "fedx_pl.methods")
+    monkeypatch.setattr(methods, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else [])
+    assert methods.find("sims") is SimSiam
+
+
+def test_every_key_has_help_and_every_choice_composes() -> None:
+    for key, _, text in all_keys():
+        assert text, f"{key} has no help"
+    for group in FILE_GROUPS:
+        for choice in choices(group):
+            assert (CONFIGS / group / f"{choice}.yaml").exists()
+            compose([f"{group}={choice}"])
+
+
+def test_cosine_schedule_falls_over_the_rounds() -> None:
+    optim = compose(["recipe=strong", "optim.lr=0.4"]).optim
+    assert [round(optim.lr_at(r, 4), 3) for r in (1, 2, 3, 4)] == [0.4, 0.341, 0.2, 0.059]
+    assert compose([]).optim.lr_at(99, 100) == 0.01
