@@ -201,7 +201,8 @@ class Orchestrator:
     def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update]) -> None:
         round = row["round"]
         writer.accuracy(round, {key: value for key, value in row.items() if "_top" in key})
-        scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss")}
+        scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss_")}
+        scalars["loss/total"] = row["loss"]
         scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"], "optim/lr": row["lr"]}
         scalars |= {f"clients/{name}": row[name] for name in updates[0].metrics}

@@ -1,0 +1,73 @@
+import pytest
+import torch
+import torchvision
+
+from fedx_pl.backbones import BackboneOptions, build
+from fedx_pl.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "channels", "side", "features", "map_side"),
+    [
+        ("resnet18", 64, 3, 32, 512, 32),
+        ("resnet50", 64, 3, 32, 2048, 32),
+        ("resnet10", 16, 1, 28, 128, 28),
+        ("resnet18", 16, 3, 32, 128, 32),
+        ("resnet50", 16, 3, 64, 512, 64),
+        ("resnet18", 16, 3, 128, 128, 32),  # the large stem shrinks four-fold
+        ("wide_resnet50_2", 64, 3, 128, 2048, 32),
+    ],
+)
+def test_shapes(name: str, width: int, channels: int, side: int, features: int, map_side: int) -> None:
+    net = build(BackboneOptions(name, width), channels=channels, image_size=side).eval()
+    maps: list[torch.Tensor] = []
+    net.layer1.register_forward_hook(lambda module, inputs, output: maps.append(inputs[0]))
+    with torch.no_grad():
+        assert net(torch.randn(2, channels, side, side)).shape == (2, features)
+    assert net.feature_dim == features
+    assert maps[0].shape[-1] == map_side
+
+
+def test_the_full_network_is_torchvision_s_with_another_stem() -> None:
+    ours = build(BackboneOptions("resnet18"), channels=3, image_size=32).state_dict()
+    theirs = {name: t for name, t in torchvision.models.resnet18().state_dict().items() if not name.startswith("fc.")}
+    assert ours.keys() == theirs.keys()
+    assert {n for n in ours if ours[n].shape != theirs[n].shape} == {"conv1.weight"}
+
+
+@pytest.mark.parametrize(("stem", "map_side"), [("cifar", 32), ("half", 16), ("imagenet", 8)])
+def test_the_stem_can_be_chosen(stem: str, map_side: int) -> None:
+    net = build(BackboneOptions("resnet10", 16, stem), channels=3, image_size=32).eval()
+    maps: list[torch.Tensor] = []
+    net.layer1.register_forward_hook(lambda module, inputs, output: maps.append(inputs[0]))
+    with torch.no_grad():
+        net(torch.randn(2, 3, 32, 32))
+    assert maps[0].shape[-1] == map_side
+
+
+def test_every_convolution_is_initialised_as_in_torchvision() -> None:
+    """Kaiming, fan out: the standard deviation of a 3x3 convolution to c channels is sqrt(2 / 9c)."""
+    torch.manual_seed(0)
+    for width in (32, 64):
+        net = build(BackboneOptions("resnet18", width), channels=3, image_size=32)
+        for weight in (net.conv1.weight, net.layer3[1].conv2.weight):
+            assert weight.std().item() == pytest.approx((2 / (9 * weight.shape[0])) ** 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BackboneOptions("resnet19"), "backbone.name='resnet19'.*did you mean backbone.name=resnet1"),
+        (BackboneOptions(stem="small"), "backbone.stem=small"),
+        (BackboneOptions(width=0), "backbone.width=0"),
+        (BackboneOptions("wide_resnet50_2", width=16), "backbone.width=16 works with"),
+    ],
+)
+def test_mistakes_are_named(options: BackboneOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(options, channels=3, image_size=32)
+
+
+def test_a_network_that_the_cpu_kernels_cannot_take_is_refused() -> None:
+    with pytest.raises(UserError, match=r"type backbone\.width=16"):
+        build(BackboneOptions("resnet10", width=8), channels=3, image_size=64)
