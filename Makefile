@@ -15,7 +15,7 @@ RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
 	@echo "    DATA: $(DATA)    METHOD: $(METHODS)"
-	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1|/' | column -t -s '|'
+	@awk -F ':.*## *' '/^[a-z][a-z-]*:.*##/ { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # byol-fedx on cifar10 is nothing but: data=cifar10 method=byol fedx=true
 $(RUNS): .venv/installed

@@ -73,6 +73,8 @@ def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFi
         (["partition.file=/nowhere/split.json"], "partition.file"),
         (["run.device=cuda:7"], "run.device=cuda:7"),
         (["run.dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
+        (["name=" + "x" * 300], "File name too long"),
+        (["data.std=[0,0,0]"], "data.std=[0.0, 0.0, 0.0]"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -117,6 +119,18 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert "going on after round 1" in capsys.readouterr().out
 
 
+def test_overrides_may_follow_flags_and_hold_brackets(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--dry-run", *tiny, "name=a[/b]", f"run.root={tmp_path / '[/x]'}"]
+    assert cli.main([*arguments, "--debug", "federation.rounds=1000000000"]) == 0
+    out = capsys.readouterr().out
+    assert "a[/b]: 1000000000 rounds" in out
+    assert str(tmp_path / "[/x]" / "a[/b]") in out
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--faster"])
+
+
 def test_data_describes_a_set(tiny_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "cifar10", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]) == 0
     out = capsys.readouterr().out
@@ -131,7 +145,7 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
         "from fedx_pl.losses import nt_xent\n"
         "class Mine(SSLMethod):\n"
         "    def loss(self, batch, z):\n"
-        "        return Loss(mine=nt_xent(z.first, z.second, self.tau))\n"
+        "        return Loss(mine=nt_xent(z.first, z.second, 0.1))\n"
     )
     done = fedx_pl("train", *tiny, "method=my_ssl:Mine", "fedx=true", "federation.rounds=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

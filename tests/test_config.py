@@ -2,13 +2,15 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from simsiam import SimSiam
+from torch import nn
 
-from fedx_pl import methods
+from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
 from fedx_pl.config import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
 from fedx_pl.errors import UserError
 from fedx_pl.federation.plan import build_model
@@ -66,7 +68,7 @@ def test_the_hash_tells_results_apart_and_ignores_where_they_lie() -> None:
 
 
 def test_paths_may_hold_any_character() -> None:
-    path = "/data/my images (old), x=1: #2"
+    path = "/data/my images (old), x=1: #2 ${HOME} [a]"
     assert compose([f"data.root={path}"]).data.root == path
 
 
@@ -102,6 +104,18 @@ def test_paths_may_hold_any_character() -> None:
         (["evaluation.knn_every=0"], "evaluation.knn_every=0"),
         (["run.resume=yes"], "run.resume=yes"),
         (["fedx=true", "fedx.relation_size=128"], "fedx.relation_size=128"),
+        (["run.threads=-1"], "run.threads=-1"),
+        (["run.device=mps"], "run.device=mps"),
+        (["optim.momentum=-1"], "optim.momentum=-1"),
+        (["optim.momentum=nan"], "optim.momentum=nan"),
+        (["optim.weight_decay=-1"], "optim.weight_decay=-1"),
+        (["evaluation.linear.batch_size=0"], "evaluation.linear.batch_size=0"),
+        (["evaluation.linear.lr=-1"], "evaluation.linear.lr=-1"),
+        (["federation.clients=3", "federation.min_clients=4"], "federation.min_clients=4"),
+        (["data.mean=[a,b,c]"], "wrong type for data.mean"),
+        (["method=:"], "method=:"),
+        (["method=.a:B"], "method=.a:B"),
+        (["method=fedx_pl.methods.base:SSLMethod"], "no loss of its own"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(overrides: list[str], message: str) -> None:
@@ -121,12 +135,67 @@ def test_an_unreadable_run_configuration_is_a_clear_error(tmp_path: Path) -> Non
 def test_a_method_s_keyword_arguments_are_its_keys() -> None:
     found = hyper_parameters(SimSiam)
     assert found["bottleneck"] == (int, 64, "hidden units of the predictor.")
-    assert found["tau"][1] == 0.1
+    assert found["embed_dim"][1] == 256
     assert "optim" not in found
     config = compose(["method=simsiam:SimSiam", "method.bottleneck=12", "backbone.width=4", "fedx=true"])
     model = build_model(config, channels=3, image_size=32)
     assert type(model).__name__ == "FedXSimSiam"
     assert model.predictor.layers[0].out_features == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=moco", "method.queue_size=0"], "method.queue_size=0"),
+        (["method=moco", "method.version=3"], "method.version=3"),
+        (["method=byol", "method.momentum=2"], "method.momentum=2"),
+        (["method.tau=0"], "method.tau=0"),
+        (["method.embed_dim=-1"], "method.embed_dim=-1"),
+        (["method=protocl", "method.cluster_sizes=[0]"], "method.cluster_sizes=[0]"),
+    ],
+)
+def test_impossible_hyper_parameters_are_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_model(compose([*overrides, "backbone.width=4"]), channels=3, image_size=32)
+
+
+def test_a_name_key_is_the_choice_of_its_group() -> None:
+    assert compose(["method.name=moco"]).content() == compose(["method=moco"]).content()
+    assert compose(["data.name=svhn"]).content() == compose(["data=svhn"]).content()
+
+
+def test_a_class_that_has_the_mixin_already_is_fedx_and_takes_its_keys() -> None:
+    config = compose(["method=simsiam:FedXSimSiam", "fedx.tau=0.5", "backbone.width=4"])
+    assert config.fedx.enabled
+    assert build_model(config, channels=3, image_size=32).fedx.tau == 0.5
+
+
+class Loose(SSLMethod):
+    """Written without a star, and with an argument that no command line can give."""
+
+    def __init__(self, backbone: nn.Module, temp: float = 0.5, hook: Callable[[], None] = print, **kw: object) -> None:
+        super().__init__(backbone, **kw)
+        self.temp = temp
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        return Loss(a=z.first.sum())
+
+
+class Stubborn(Loose):
+    """Takes nothing else."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__(backbone)
+
+
+def test_methods_of_any_signature_work_or_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(methods.BUILT_IN, "loose", Loose)
+    monkeypatch.setitem(methods.BUILT_IN, "stubborn", Stubborn)
+    config = compose(["method=loose", "method.temp=0.25", "backbone.width=4"])
+    assert build_model(config, channels=3, image_size=32).temp == 0.25
+    assert "hook" not in hyper_parameters(Loose)
+    with pytest.raises(UserError, match=r"method=stubborn cannot be made .* \*\*base"):
+        build_model(compose(["method=stubborn", "backbone.width=4"]), channels=3, image_size=32)
 
 
 def test_a_method_that_is_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

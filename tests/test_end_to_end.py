@@ -37,7 +37,17 @@ def test_byol_with_fedx_learns_on_cifar10_in_the_cpu_profile(tmp_path: Path) -> 
 
 
 def test_a_wheel_carries_the_configuration_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
     subprocess.run([*command, str(ROOT)], check=True, timeout=300, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -31,7 +31,9 @@ class BackboneOptions:
     )
     stem: str = field(
         default="auto",
-        metadata={"help": "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | auto by image size"},
+        metadata={
+            "help": "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | auto by image size"
+        },
     )
 
 

@@ -21,7 +21,10 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 2 for a mistake the user can mend."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)  # Overrides may stand before and after flags.
+    if flags := [word for word in more if word.startswith("-")]:
+        parser.error(f"unknown option {flags[0]}")
+    options.overrides += more
     try:
         return int(options.command(options) or 0)
     except UserError as error:
@@ -30,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except OSError as error:
-        if options.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if options.debug:
             raise
-        print(f"error: {error}; free some space or choose another folder, then run the same command", file=sys.stderr)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space, then run the same command to go on" if full else "--debug shows where"
+        print(f"error: {error}; {advice}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on after the last finished round", file=sys.stderr)
@@ -66,21 +71,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace) -> None:
     config = configuration.compose(options.overrides)
-    console = Console()
-    plan = prepare(config, report=lambda line: console.print(line, highlight=False, soft_wrap=True))
+    console = Console(markup=False, highlight=False)  # Paths and names may hold brackets.
+    plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))
     rounds = config.federation.rounds
     if options.dry_run:
-        console.print(terminal.first_lines(plan, plan.estimate_seconds()), highlight=False, soft_wrap=True)
+        console.print(terminal.first_lines(plan, plan.estimate_seconds()), soft_wrap=True)
         console.print(terminal.plan_text(plan))
-        console.print(terminal.parameters_text(plan), highlight=False, soft_wrap=True)
+        console.print(terminal.parameters_text(plan), soft_wrap=True)
         console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
-                      highlight=False, soft_wrap=True)  # fmt: skip
+                      soft_wrap=True)  # fmt: skip
         return
     with terminal.Terminal(console, rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:
-            console.print(terminal.first_lines(plan, plan.estimate_seconds(first)), highlight=False, soft_wrap=True)
+            console.print(terminal.first_lines(plan, plan.estimate_seconds(first)), soft_wrap=True)
             display.expect(plan.steps_between(first, rounds))
         result = orchestrator.run()
     terminal.summary(result, console)

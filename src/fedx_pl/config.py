@@ -33,18 +33,13 @@ from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
-from fedx_pl.mixins.fedx import FedXOptions
+from fedx_pl.mixins.fedx import FedXMixin, FedXOptions
 
 _INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
-
-
-def _require(key: str, value: object, ok: bool, instead: str) -> None:
-    if not ok:
-        raise UserError(f"{key}={value} is not possible; type {instead}")
 
 
 @dataclass(frozen=True)
@@ -62,10 +57,12 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         for name in ("clients", "rounds", "epochs", "min_clients"):
-            _require(f"federation.{name}", value := getattr(self, name), value >= 1, f"federation.{name}=1 or more")
-        _require("federation.fraction", self.fraction, 0 < self.fraction <= 1, "a share in (0, 1], e.g. 0.5")
+            require(f"federation.{name}", value := getattr(self, name), value >= 1, f"federation.{name}=1 or more")
+        require("federation.fraction", self.fraction, 0 < self.fraction <= 1, "a share in (0, 1], e.g. 0.5")
+        possible = self.min_clients <= self.clients
+        require("federation.min_clients", self.min_clients, possible, f"at most federation.clients={self.clients}")
         known = self.batchnorm in ("average", "local")
-        _require("federation.batchnorm", self.batchnorm, known, "federation.batchnorm=average or local")
+        require("federation.batchnorm", self.batchnorm, known, "federation.batchnorm=average or local")
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,13 @@ class RunOptions:
     client_curves: int = field(default=10, metadata={"help": "clients with loss curves of their own in TensorBoard"})
 
     def __post_init__(self) -> None:
-        _require(
-            "run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never (short: resume=)"
-        )
+        require("run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        require("run.device", self.device, known, "run.device=auto, cpu, cuda or cuda:1")
+        require("run.threads", self.threads, self.threads >= 0, "run.threads=0 for torch's choice")
+        require("run.keep", self.keep, self.keep >= 1, "run.keep=1 or more")
+        require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, "run.resident_gb=0 or more")
+        require("run.client_curves", self.client_curves, self.client_curves >= 0, "run.client_curves=0 or more")
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,11 @@ class Config:
         """What decides the result: all keys but where things are and how the run is carried out."""
         content = dataclasses.asdict(self)
         del content["run"]
-        for place in ("root", "cache", "download", "workers"):
+        for place in ("cache", "download", "workers"):
             del content["data"][place]
+        # For these the root says which images, for the others only where they lie.
+        if self.data.name not in ("folder", "imagenet10"):
+            del content["data"]["root"]
         return content
 
     @property
@@ -157,6 +161,7 @@ class Config:
 
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {"resume": "run.resume", "fedx": "fedx.enabled"}
+_LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
 
 
 def choices(group: str) -> list[str]:
@@ -181,6 +186,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         key, equals, value = override.partition("=")
         if not equals:
             raise UserError(f"{override!r} is not an override; type key=value, e.g. federation.rounds=20")
+        key = _LONG.get(key, key)
         if key in chosen:
             chosen[key] = value
         else:
@@ -194,6 +200,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
+    if issubclass(methods.find(chosen["method"]), FedXMixin):
+        schema.fedx.enabled = True
     if not schema.name:
         schema.name = _default_name(schema)
     return _frozen(schema)
@@ -210,7 +218,7 @@ def load(path: Path) -> Config:
 
 
 def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]:
-    """A method's keyword arguments by name: (type, default, help), its own first, then its bases'."""
+    """A method's arguments with a plain default, by name: (type, default, help), its own first, then its bases'."""
     found: dict[str, tuple[Any, Any, str]] = {}
     for cls in method.__mro__:
         init = vars(cls).get("__init__")
@@ -219,13 +227,18 @@ def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]
         hints, helps = typing.get_type_hints(init), _argument_help(init)
         parameters = inspect.signature(init).parameters.values()
         for parameter in parameters:
-            plain = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
-            if plain and parameter.name not in ("optim", "fedx"):
-                hint = hints.get(parameter.name, Any)
-                found.setdefault(parameter.name, (hint, parameter.default, helps.get(parameter.name, "")))
+            name, default = parameter.name, parameter.default
+            if isinstance(default, bool | int | float | str | list | tuple):  # What can be typed on a command line.
+                found.setdefault(name, (_plain_type(hints.get(name, Any)), default, helps.get(name, "")))
         if cls is SSLMethod or not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
+
+
+def _plain_type(hint: Any) -> Any:
+    """The hint if the schema can check it, else Any."""
+    sequence = typing.get_origin(hint) in (list, tuple)
+    return hint if hint in (bool, int, float, str) or sequence else Any
 
 
 def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -272,6 +285,7 @@ def _read_choice(group: str, choice: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     """Lists and mappings are read as YAML; anything else stays text, which the schema converts to its type."""
+    text = text.replace("${", "\\${")  # A dollar sign in a path is no reference to another key.
     if not text.startswith(("[", "{")):
         return text
     try:
@@ -290,7 +304,7 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
     try:
         return typing.cast(DictConfig, OmegaConf.merge(schema, content))
     except OmegaConfBaseException as error:
-        key = str(error.full_key or "") or where.partition("=")[0]
+        key = re.sub(r"\[\d+\]$", "", str(error.full_key or "")) or where.partition("=")[0]
         known = _all_keys(schema)
         if key not in known:
             raise UserError(

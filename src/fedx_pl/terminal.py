@@ -81,7 +81,7 @@ class Terminal:
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._last_line = time.monotonic()
-        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+        self.console.print(text, style=style, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -123,7 +123,7 @@ def plan_text(plan: Plan) -> Table:
     table = Table(title="clients", title_justify="left")
     for column in ("client", "images", "classes", "batch", "relation batch", "steps per round"):
         table.add_column(column, justify="right")
-    counts = class_counts(plan)
+    counts, _ = class_counts(plan)
     shown = list(range(len(plan.clients)))
     for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
         data = plan.client_data(client, round=1)
@@ -164,14 +164,13 @@ def summary(result: Result, console: Console) -> None:
             values = [row[key] for row in result.rows if key in row]
             before = result.untrained.get(key)
             against = "" if before is None else f", untrained {before:.2f}"
-            console.print(f"{name}: last {values[-1]:.2f}, best {max(values):.2f}{against}", highlight=False)
+            console.print(f"{name}: last {values[-1]:.2f}, best {max(values):.2f}{against}")
     else:
         console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
-    console.print(f"time: {duration(result.seconds)}", highlight=False)
-    console.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
+    console.print(f"time: {duration(result.seconds)}")
+    console.print(f"run folder: {result.folder}", soft_wrap=True)
     console.print(
         f"dashboards: tensorboard --logdir {result.folder.parent}   (or: make tensorboard)",
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, write_atomically
+from fedx_pl.errors import UserError
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import ClientMemory
+from fedx_pl.files import write_atomically
 
 STATE = {"w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last), "n": torch.tensor(3)}
 
@@ -62,7 +64,7 @@ def test_the_private_state_of_an_absent_client_stays(tmp_path: Path) -> None:
     for number in range(2, 6):
         checkpoints.commit(RunState(number, clients=first.clients), STATE)
     state, _ = checkpoints.latest()
-    assert state.clients[0] == ClientRecord(1, 7, 2)
+    assert state.clients == first.clients
     assert checkpoints.load_client(0, state.clients[0]).private["queue"].tolist() == [1.0, 1.0]
 
 
@@ -86,6 +88,22 @@ def test_a_damaged_newest_round_falls_back_to_the_one_before_loudly(tmp_path: Pa
     with pytest.warns(UserWarning, match="damaged"):
         state, _ = Checkpoints(tmp_path).latest()
     assert state.round == 1
+    save_round(checkpoints, 2)  # The damaged one is out of the way.
+    assert Checkpoints(tmp_path).latest()[0].round == 2
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_damaged_client_file_is_named_and_never_replaced_by_nothing(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    state = save_round(checkpoints, 1)
+    (file,) = (tmp_path / "clients").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.unlink()
+    if damage == "flipped":
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"00000_round_00001\.safetensors is missing or damaged"):
+        checkpoints.load_client(0, state.clients[0])
 
 
 def test_state_is_plain_json(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers import data_for, make_data, make_model, train
 
-from fedx_pl.federation.client import ClientMemory, resolve_precision
+from fedx_pl.errors import UserError
+from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, resolve_precision
 from fedx_pl.methods import BYOL, SimCLR
 
 
@@ -49,7 +50,7 @@ def test_the_relation_batch_is_independent_of_the_batch_and_cycles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "steps", "size"), [(40, 5, 8), (47, 5, 8), (8, 1, 8), (7, 1, 7), (1, 1, 1), (15, 1, 8)]
+    ("images", "steps", "size"), [(40, 5, 8), (47, 5, 8), (8, 1, 8), (7, 1, 7), (1, 1, 2), (15, 1, 8)]
 )
 def test_batches_have_one_shape_and_small_clients_one_batch(images: int, steps: int, size: int) -> None:
     data = make_data(images=images)
@@ -86,9 +87,18 @@ def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
     assert seen[1].abs().sum() == 0
 
 
+def test_every_step_is_told() -> None:
+    model, ticks = make_model(SimCLR), []
+    context = RoundContext(1, 10, 2, 0, model.shared_state(), "average")
+    LocalTrainer(model, torch.device("cpu"), "32-true", lambda: ticks.append(1)).run(context, 0, data_for(model), None)
+    assert len(ticks) == 2 * 5
+
+
 def test_precision_auto_is_full_on_a_cpu() -> None:
     assert resolve_precision("auto", torch.device("cpu")) == "32-true"
     assert resolve_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
+    with pytest.raises(UserError, match="16-mixed needs a GPU"):
+        resolve_precision("16-mixed", torch.device("cpu"))
 
 
 def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:

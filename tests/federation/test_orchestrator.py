@@ -134,6 +134,7 @@ def test_the_run_folder_holds_what_was_promised(tiny: list[str]) -> None:
     assert json.loads((result.folder / "metrics.json").read_text())["untrained"]["knn_top1"] >= 0
     assert list((result.folder / "tensorboard").glob("events*"))
     assert "conv1.weight" in load_file(result.folder / "encoder.safetensors")
+    assert (result.folder / "accuracy.png").stat().st_size > 1000
 
 
 def test_loss_curves_of_a_client_never_restart(tiny: list[str]) -> None:
@@ -222,6 +223,36 @@ def test_a_folder_of_other_files_is_refused(tiny: list[str], tmp_path: Path) -> 
     (folder / "cat.jpg").write_bytes(b"meow")
     with pytest.raises(UserError, match="not empty and holds no run"):
         run(compose([*tiny, f"run.dir={folder}"]))
+
+
+def test_the_same_keys_with_other_images_are_refused(tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(compose([*tiny, f"run.dir={folder}"]))
+    split = (folder / "split.json").read_text()
+    file = tmp_path / "split.json"
+    file.write_text(split)
+    config = compose([*tiny, f"partition.file={file}"])
+    run(config)
+    content = json.loads(split)
+    content["clients"][0], content["clients"][1] = content["clients"][1], content["clients"][0]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="another split of the images"):
+        run(config)
+    assert json.loads((config.run_folder / "split.json").read_text())["clients"] == json.loads(split)["clients"]
+    assert first.rows
+
+
+def test_two_folders_of_images_are_two_runs() -> None:
+    a, b = (compose(["data=folder", f"data.root=/images/{name}"]) for name in "ab")
+    assert a.run_folder != b.run_folder
+
+
+def test_leaving_out_the_relational_terms_changes_nothing_else(tiny: list[str]) -> None:
+    whole = prepare(compose([*tiny, "fedx=true"]), report=lambda line: None)
+    off = ["fedx.local_relation=0", "fedx.global_relation=0"]
+    ablated = prepare(compose([*tiny, "fedx=true", *off]), report=lambda line: None)
+    assert whole.client_data(0, 1).batch_size == ablated.client_data(0, 1).batch_size == 16
+    assert ablated.client_data(0, 1).relation_size == 0
 
 
 def test_memory_of_a_round_does_not_hold_every_client_s_weights(

@@ -127,8 +127,6 @@ def test_bf16_autocast_runs_and_keeps_float32_weights(name: str) -> None:
 @pytest.mark.parametrize("images", [1, 2, 5])
 def test_a_client_smaller_than_a_batch_trains_on_what_it_has(name: str, images: int) -> None:
     model = make_model(CLASSES[name])
-    if images == 1 and "barlow" in name:
-        pytest.skip("Barlow Twins correlates over the batch: one image has no variance, by its formula")
     update = train(model, data_for(model, images=images), epochs=2)
     assert len(update.losses) == 2
     assert update.losses.isfinite().all()

@@ -244,10 +244,16 @@ def test_states_that_do_not_fit_are_refused() -> None:
         copy_state({"a": torch.zeros(1)}, {"a": torch.zeros(2)})
 
 
-def test_a_batch_of_one_image_keeps_its_batch_dimension() -> None:
+def test_a_single_image_is_seen_twice_and_keeps_its_batch_dimension() -> None:
     model = make_model(BYOL)
     data: ClientData = data_for(model, images=1)
     start(model, data)
     batch = next(data.epoch(0))
-    assert batch.first.shape == (1, 3, 16, 16)
-    assert model.embed_views(batch).first.shape == (1, 8)
+    assert batch.first.shape == (2, 3, 16, 16)
+    assert model.embed_views(batch).first.shape == (2, 8)
+
+
+def test_a_client_without_its_private_state_does_not_get_another_s() -> None:
+    model = make_model(MoCo, queue_size=32)
+    with pytest.raises(ValueError, match="differ in 2 names"):
+        model.receive(model.shared_state(), {})

@@ -74,12 +74,6 @@ def test_a_round_never_writes_more_than_fifty_points(tmp_path):
         assert points[-1] == (rows - 1, 1.0)  # a shorter last bucket still ends on the last step
 
 
-def test_rows_recorded_every_so_often_keep_their_steps(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.client_losses(0, 100, torch.tensor([[1.0], [2.0], [3.0]]), ["total"], every=10)
-    assert scalars(tmp_path, "loss_total/client_000") == [(100, 1.0), (110, 2.0), (120, 3.0)]
-
-
 def test_only_the_first_clients_get_curves(tmp_path):
     with RunWriter(tmp_path, max_clients=2) as writer:
         for client in (5, 1, 0, 2):

@@ -1,6 +1,6 @@
 """One client's batches: index the resident images, augment the whole batch on the training device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,8 @@ class ClientData:
     """A client's images and how they become batches.
 
     Batches have one static shape. What is left over when the client's images do not fill the last batch comes
-    in another epoch, since each is shuffled anew; a client smaller than a batch trains on one batch of all it has.
+    in another epoch, since each is shuffled anew; a client smaller than a batch trains on one batch of all it has, and
+    one with a single image on that image twice.
     """
 
     store: ImageStore
@@ -76,6 +77,8 @@ class ClientData:
         order = self._order("order", number)
         relation = self._relation_batches(number)
         for chosen in order[: len(self) * self.views_size].split(self.views_size):
+            if len(chosen) == 1:  # BatchNorm needs two of anything: a single image is seen twice.
+                chosen = chosen.repeat(2)
             images = self.store.take(self.index[chosen])
             first, second = self.augment(images, generator), self.augment(images, generator)
             other = self.augment(self.store.take(next(relation)), generator) if self.relation_size else None
@@ -102,20 +105,12 @@ class ClientData:
 class LocalEpochs:
     """What Lightning iterates over: a new epoch of `ClientData` each time it asks."""
 
-    def __init__(self, data: ClientData, tick: Callable[[], None]) -> None:
-        """Starts before the first epoch.
-
-        Args:
-            data: the client's.
-            tick: called after every batch, to show progress.
-        """
-        self.data, self.tick, self.number = data, tick, 0
+    def __init__(self, data: ClientData) -> None:
+        self.data, self.number = data, 0
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Views]:
         number, self.number = self.number, self.number + 1
-        for batch in self.data.epoch(number):
-            yield batch
-            self.tick()
+        return self.data.epoch(number)

@@ -8,7 +8,6 @@ class a client gets); single images are dealt once, when the counts are settled:
 import difflib
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedx_pl.errors import UserError
+from fedx_pl.files import write_atomically
 
 KINDS = ("iid", "dirichlet", "classes", "quantity", "folders")
 FORMAT = 1
@@ -243,17 +243,7 @@ def save(path: str | Path, clients: list[np.ndarray], *, fingerprint: str, optio
         },
         separators=(",", ":"),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, text.encode())
 
 
 def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndarray]:

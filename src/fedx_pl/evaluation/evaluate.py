@@ -1,5 +1,6 @@
 """Measures an encoder after a round: kNN and linear probe, on features extracted once."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedx_pl.data.sources import ImageData, Split
-from fedx_pl.errors import UserError
+from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.knn import knn_accuracy
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
@@ -29,10 +30,7 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         for name in ("knn_every", "knn_k", "linear_every"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"evaluation.{name}={getattr(self, name)} is not possible; type evaluation.{name}=1 or more"
-                )
+            require(f"evaluation.{name}", value := getattr(self, name), value >= 1, f"evaluation.{name}=1 or more")
 
 
 class Evaluator:
@@ -77,7 +75,8 @@ class Evaluator:
         if linear:
             probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
             found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
-        return found
+        # A collapsed network has warned already; JSON has no NaN.
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
         assert split.labels is not None
@@ -98,7 +97,9 @@ class Evaluator:
         started = time.perf_counter()
         linear_probe(features, labels, features, labels, classes=len(self.data.classes), options=options, seed=0)
         per_row = (time.perf_counter() - started) / (5 * len(features))
-        due = [self.due(round, rounds) for round in (0, *range(first_round, rounds + 1))]
+        left = rounds - first_round + 1
+        probes = 2 + left // self.options.linear_every  # The untrained network and the last round have one anyway.
+        passes = max(probes, 2 + left // self.options.knn_every)
         images = len(self.data.train.images) + len(self.data.test.images)
         rows = len(self.data.train.images) * self.options.linear.epochs
-        return sum(any(d) for d in due) * images * per_image + sum(d[1] for d in due) * rows * per_row
+        return passes * images * per_image + probes * rows * per_row

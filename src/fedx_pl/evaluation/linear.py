@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedx_pl.errors import require
 from fedx_pl.evaluation.features import measurable
 
 _SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
@@ -31,6 +32,13 @@ class LinearOptions:
     lr: float = field(default=1e-3, metadata={"help": "learning rate of Adam"})
     weight_decay: float = field(default=1e-6, metadata={"help": "L2 penalty inside Adam's gradient (not AdamW)"})
     batch_size: int = field(default=64, metadata={"help": "features per step"})
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            require(f"evaluation.linear.{name}", value := getattr(self, name), value >= 1, "1 or more")
+        require("evaluation.linear.lr", self.lr, 0 < self.lr < math.inf, "evaluation.linear.lr=0.001")
+        decay = self.weight_decay
+        require("evaluation.linear.weight_decay", decay, 0 <= decay < math.inf, "evaluation.linear.weight_decay=1e-6")
 
 
 @dataclass(frozen=True)

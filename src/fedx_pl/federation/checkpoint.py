@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 
+from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory
+from fedx_pl.files import sync_folder, write_atomically
 from fedx_pl.methods.base import State
 
 
@@ -33,6 +35,7 @@ class ClientRecord:
     last_round: int
     steps: int
     epochs: int
+    sha256: str  # of its file; empty if the client keeps nothing
 
 
 @dataclass
@@ -62,17 +65,23 @@ class Checkpoints:
 
     def save_client(self, client: int, memory: ClientMemory) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""
-        if memory.private:
-            self._clients.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._client_file(client, memory.last_round), save(_contiguous(memory.private)))
-        return ClientRecord(memory.last_round, memory.steps, memory.epochs)
+        if not memory.private:
+            return ClientRecord(memory.last_round, memory.steps, memory.epochs, "")
+        content = save(_contiguous(memory.private))
+        write_atomically(self._client_file(client, memory.last_round), content)
+        return ClientRecord(memory.last_round, memory.steps, memory.epochs, _checksum(content)["sha256"])
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
         """Finds a client's memory again; None if it never trained."""
         if record is None:
             return None
-        file = self._client_file(client, record.last_round)
-        private = load_file(file) if file.exists() else {}
+        private: State = {}
+        if record.sha256:
+            file = self._client_file(client, record.last_round)
+            content = file.read_bytes() if file.exists() else b""
+            if _checksum(content)["sha256"] != record.sha256:
+                raise UserError(f"{file} is missing or damaged, and client {client} cannot go on without it")
+            private = load(content)
         return ClientMemory(private, record.last_round, record.steps, record.epochs)
 
     def commit(self, state: RunState, global_state: State) -> None:
@@ -82,12 +91,11 @@ class Checkpoints:
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         write_atomically(temporary / "global.safetensors", weights)
         write_atomically(temporary / "state.json", json.dumps(manifest, indent=1).encode())
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
-        _sync_folder(self._rounds)
+        sync_folder(self._rounds)
         self._clear()
 
     def latest(self) -> tuple[RunState, State] | None:
@@ -97,6 +105,9 @@ class Checkpoints:
                 return self._read(folder)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"{folder} is damaged ({error}); going on from the round before", stacklevel=2)
+                # Out of the way, for people to look at: the round will be written again.
+                shutil.rmtree(aside := folder.with_name(f"damaged_{folder.name}"), ignore_errors=True)
+                folder.rename(aside)
         return None
 
     def _read(self, folder: Path) -> tuple[RunState, State]:
@@ -127,20 +138,6 @@ class Checkpoints:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a sibling, syncs it and renames it: readers see the old file or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _contiguous(state: Mapping[str, torch.Tensor]) -> State:
     """safetensors stores plain memory order; channels_last weights have another."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -148,11 +145,3 @@ def _contiguous(state: Mapping[str, torch.Tensor]) -> State:
 
 def _checksum(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

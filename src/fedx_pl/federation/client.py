@@ -15,6 +15,7 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from fedx_pl.data.module import ClientData, LocalEpochs
+from fedx_pl.errors import UserError
 from fedx_pl.methods.base import LocalRound, SSLMethod, State
 from fedx_pl.seeding import derive
 
@@ -89,7 +90,7 @@ class LocalTrainer:
         self.model.start_round(LocalRound(context.round, context.rounds, client, context.epochs, before, seed, data))
         with _quiet_lightning():
             try:
-                self._trainer(context.epochs).fit(self.model, LocalEpochs(data, self.tick))
+                self._trainer(context.epochs).fit(self.model, LocalEpochs(data))
             except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; we have a run to save.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
@@ -103,6 +104,7 @@ class LocalTrainer:
             devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
             precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
             plugins=self._plugins or None,
+            callbacks=[_Tick(self.tick)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -159,10 +161,20 @@ def batchnorm_statistics(model: SSLMethod) -> State:
     }
 
 
+class _Tick(pl.Callback):
+    """Tells of every step."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self.tick = tick
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.tick()
+
+
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
     """Lightning greets and takes leave at every `fit`; a run makes thousands."""
-    logger = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    logger = logging.getLogger("pytorch_lightning")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -176,6 +188,8 @@ def _quiet_lightning() -> Iterator[None]:
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
+    if precision == "16-mixed" and device.type == "cpu":
+        raise UserError("optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed")
     if precision != "auto":
         return precision
     if device.type != "cuda":

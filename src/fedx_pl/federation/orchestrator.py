@@ -17,10 +17,12 @@ from fedx_pl.config import Config, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import BadUpdate, FedAvg
-from fedx_pl.federation.checkpoint import Checkpoints, RunState, write_atomically
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
 from fedx_pl.federation.plan import Plan
+from fedx_pl.files import write_atomically
 from fedx_pl.methods.base import State
+from fedx_pl.reporting import plots
 from fedx_pl.reporting.tensorboard import RunWriter
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
@@ -117,6 +119,7 @@ class Orchestrator:
                     f"{self.folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it"
                 )
             _refuse_other(load(file), config, self.folder)
+            self._refuse_other_images()
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(f"run.dir={self.folder} is not empty and holds no run; type run.dir=ANOTHER")
         try:
@@ -133,6 +136,15 @@ class Orchestrator:
             return RunState(), self.plan.model.shared_state()
         self.display.note(f"going on after round {found[0].round} of {config.federation.rounds}, from {self.folder}")
         return found
+
+    def _refuse_other_images(self) -> None:
+        """The keys may be the same and the images others: a folder that has grown, an edited split file."""
+        plan, file = self.plan, self.folder / "split.json"
+        if not file.exists():
+            return
+        before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+        if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):
+            raise UserError(f"{self.folder} holds a run with another split of the images; type run.dir=ANOTHER")
 
     def _commit(self, row: dict[str, Any], records: dict[int, Any], seconds: float) -> None:
         self.state = RunState(
@@ -157,10 +169,13 @@ class Orchestrator:
         write_atomically(self.folder / "metrics.json", json.dumps(whole, indent=1).encode())
 
     def _finish(self) -> None:
-        """Leaves the encoder where anyone can load it: a plain state dict of the backbone."""
+        """Leaves the encoder as a plain state dict of the backbone, and the curves as a picture."""
         self.plan.model.load_shared(self.global_state)
         encoder = {name: tensor.contiguous() for name, tensor in self.plan.model.backbone.cpu().state_dict().items()}
         write_atomically(self.folder / "encoder.safetensors", save(encoder))
+        self._write_metrics()  # Again, in case the last round was committed and then cut off.
+        if self.plan.evaluator.possible:
+            plots.curves(self.state.rows, self.state.untrained).savefig(self.folder / "accuracy.png")
 
     # --- measuring and logging ----------------------------------------------------------------------------------------
 
@@ -170,7 +185,8 @@ class Orchestrator:
             return
         plan = self.plan
         writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
-        writer.partition(class_counts(plan), [f"client {i}" for i in range(len(plan.clients))], list(plan.data.classes))
+        counts, names = class_counts(plan)
+        writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
         views = next(plan.client_data(0, round=1).epoch(0))
         writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
@@ -220,13 +236,14 @@ class Orchestrator:
             )
 
 
-def class_counts(plan: Plan) -> np.ndarray:
-    """(clients, classes) images of each class at each client; one column without labels."""
+def class_counts(plan: Plan) -> tuple[np.ndarray, list[str]]:
+    """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
     labels = plan.data.train.labels
     if labels is None:
-        return np.array([[len(rows)] for rows in plan.clients])
-    classes = len(plan.data.classes)
-    return np.stack([np.bincount(labels[rows][labels[rows] >= 0], minlength=classes) for rows in plan.clients])
+        return np.array([[len(rows)] for rows in plan.clients]), ["images"]
+    names = [*plan.data.classes, "unlabelled"]
+    counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in plan.clients])
+    return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
 
 
 def _refuse_other(old: Config, new: Config, folder: Path) -> None:

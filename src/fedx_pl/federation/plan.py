@@ -16,7 +16,7 @@ from fedx_pl.data import partition, sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.data.sources import ImageData
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
 from fedx_pl.federation.client import LocalTrainer, RoundContext, resolve_precision
 from fedx_pl.methods.base import SSLMethod
@@ -48,33 +48,37 @@ class Plan:
 
     def client_data(self, client: int, round: int) -> ClientData:
         """A client's batches in a round."""
-        relation_size = self.config.relation_size if self.model.relation_batch else 0
+        # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
+        reserved = self.config.relation_size if self.config.fedx.enabled else 0
         return ClientData(
             self.store,
             torch.from_numpy(self.clients[client]).to(self.device),
             self.augment,
-            batch_size=self.config.optim.batch_size - relation_size,
-            relation_size=relation_size,
+            batch_size=self.config.optim.batch_size - reserved,
+            relation_size=reserved if self.model.relation_batch else 0,
             seed=derive(self.config.seed, "data", round, client),
         )
 
+    @property
+    def clients_per_round(self) -> int:
+        """How many train in a round."""
+        federation = self.config.federation
+        share = int(federation.fraction * len(self.clients) + 0.5)  # `round` would make 2 of half of 5.
+        return max(share, federation.min_clients, 1)
+
     def choose_clients(self, round: int) -> list[int]:
         """Who trains in a round: all, or a sample of `federation.fraction`."""
-        federation = self.config.federation
-        count = max(
-            round_half_up(federation.fraction * len(self.clients)), min(federation.min_clients, len(self.clients))
-        )
         draw = np.random.default_rng(derive(self.config.seed, "clients", round))
-        return sorted(draw.choice(len(self.clients), size=max(count, 1), replace=False).tolist())
+        return sorted(draw.choice(len(self.clients), size=self.clients_per_round, replace=False).tolist())
 
     def steps_of(self, client: int) -> int:
         """Optimiser steps of a client in one round."""
         return len(self.client_data(client, round=1)) * self.config.federation.epochs
 
     def steps_between(self, first: int, last: int) -> int:
-        """Optimiser steps of all clients in the rounds ``first`` to ``last``."""
-        steps = [self.steps_of(client) for client in range(len(self.clients))]
-        return sum(steps[client] for round in range(first, last + 1) for client in self.choose_clients(round))
+        """Optimiser steps of all clients in the rounds ``first`` to ``last``; with sampled clients, as expected."""
+        steps = sum(self.steps_of(client) for client in range(len(self.clients)))
+        return int(steps * self.clients_per_round / len(self.clients) * (last - first + 1))
 
     def estimate_seconds(self, first_round: int = 1) -> float:
         """Expected duration: the best of a few short fits and one batch of features, on a copy of the model."""
@@ -96,11 +100,6 @@ def _time_step(trainer: LocalTrainer, data: ClientData, budget: float = 3.0) -> 
         seconds = time.perf_counter() - started
         best, spent = min(best, seconds / len(two)), spent + seconds
     return best
-
-
-def round_half_up(value: float) -> int:
-    """``round`` goes to even numbers; half of five clients should be three."""
-    return int(value + 0.5)
 
 
 def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
@@ -130,8 +129,9 @@ def _normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tu
     """Fixed numbers: taking the mean over all clients' images would need the images in one place."""
     mean, std = tuple(config.data.mean) or (0.5,) * channels, tuple(config.data.std) or (0.25,) * channels
     for key, values in (("mean", mean), ("std", std)):
-        if len(values) != channels:
-            raise UserError(f"data.{key}={list(values)} has {len(values)} numbers, the images have {channels} channels")
+        numbers = f"{channels} numbers, one per channel"
+        require(f"data.{key}", list(values), len(values) == channels, numbers)
+    require("data.std", list(std), all(value > 0 for value in std), "positive numbers")
     return mean, std
 
 
@@ -144,7 +144,13 @@ def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "init"))
         backbone = backbones.build(config.backbone, channels=channels, image_size=image_size)
-        model = method(backbone, optim=config.optim, **config.method_options, **fedx)
+        try:
+            model = method(backbone, optim=config.optim, **config.method_options, **fedx)
+        except TypeError as error:
+            raise UserError(
+                f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "
+                f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
+            ) from error
     return model.to(memory_format=torch.channels_last)
 
 
@@ -152,10 +158,9 @@ def resolve_device(name: str) -> torch.device:
     """``auto``: the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"run.device={name} is not a device; type run.device=auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"run.device={name}: this machine has no usable CUDA GPU; type run.device=cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
+        )
     return device

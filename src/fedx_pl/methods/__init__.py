@@ -45,8 +45,11 @@ def _import(path: str) -> object:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"method={path}: cannot import {module_name} ({error}); start where it can be found") from error
+    except Exception as error:  # Whatever a stranger's module does when it is imported.
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise UserError(
+            f"method={path}: cannot import {module_name} ({reason}); start where it can be found"
+        ) from error
     if not hasattr(module, class_name):
         own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name]
         classes = [v.__name__ for v in own if issubclass(v, SSLMethod)]
@@ -59,4 +62,6 @@ def _import(path: str) -> object:
 def _check(name: str, found: object) -> type[SSLMethod]:
     if not (isinstance(found, type) and issubclass(found, SSLMethod)):
         raise UserError(f"method={name} is {found!r}, which is not a subclass of fedx_pl.SSLMethod")
+    if found.loss is SSLMethod.loss:
+        raise UserError(f"method={name} has no loss of its own; write def loss(self, batch, z)")
     return found

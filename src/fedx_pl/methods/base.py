@@ -7,10 +7,10 @@ The smallest method is its loss::
 
     class SimCLR(SSLMethod):
         def loss(self, batch: Views, z: Embeddings) -> Loss:
-            return Loss(contrastive=nt_xent(z.first, z.second, self.tau))
+            return Loss(contrastive=nt_xent(z.first, z.second, tau=0.1))
 
-Hyper-parameters are the keyword arguments of ``__init__``: the command line finds them there, with their types and
-defaults (``method.tau=0.2``).
+Hyper-parameters are the arguments of ``__init__`` that have a default: the command line finds them there, with their
+types (``method.embed_dim=128``).
 """
 
 import math
@@ -23,7 +23,7 @@ import torch
 from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import require
 
 State = dict[str, Tensor]
 
@@ -112,16 +112,14 @@ class OptimOptions:
     precision: str = field(default="auto", metadata={"help": "auto | 32-true | bf16-mixed | 16-mixed"})
 
     def __post_init__(self) -> None:
-        if self.batch_size < 2:
-            raise UserError(f"optim.batch_size={self.batch_size} is too small; type optim.batch_size=2 or more")
-        if not self.lr > 0:
-            raise UserError(f"optim.lr={self.lr} must be positive; the paper's is optim.lr=0.01")
-        if self.schedule not in ("constant", "cosine"):
-            raise UserError(f"optim.schedule={self.schedule} is not known; type optim.schedule=constant or cosine")
-        if self.precision not in ("auto", "32-true", "bf16-mixed", "16-mixed"):
-            raise UserError(
-                f"optim.precision={self.precision} is not known; type auto, 32-true, bf16-mixed or 16-mixed"
-            )
+        require("optim.batch_size", self.batch_size, self.batch_size >= 2, "optim.batch_size=2 or more")
+        require("optim.lr", self.lr, 0 < self.lr < math.inf, "a positive number; the paper's is optim.lr=0.01")
+        require("optim.momentum", self.momentum, 0 <= self.momentum < 1, "optim.momentum=0.9")
+        require("optim.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "optim.weight_decay=1e-5")
+        known = self.schedule in ("constant", "cosine")
+        require("optim.schedule", self.schedule, known, "optim.schedule=constant or cosine")
+        known = self.precision in ("auto", "32-true", "bf16-mixed", "16-mixed")
+        require("optim.precision", self.precision, known, "auto, 32-true, bf16-mixed or 16-mixed")
 
     def lr_at(self, round: int, rounds: int) -> float:
         """Learning rate of a round (1-based): a whole round shares one value."""
@@ -141,7 +139,6 @@ class SSLMethod(pl.LightningModule):
         *,
         hidden_dim: int = 256,
         embed_dim: int = 256,
-        tau: float = 0.1,
         optim: OptimOptions | None = None,
     ) -> None:
         """Makes the online network.
@@ -150,12 +147,13 @@ class SSLMethod(pl.LightningModule):
             backbone: maps images to (n, ``backbone.feature_dim``).
             hidden_dim: hidden units of the projector.
             embed_dim: dimensions of ``z``.
-            tau: temperature.
             optim: optimiser settings; the paper's by default.
         """
         super().__init__()
+        require("method.hidden_dim", hidden_dim, hidden_dim >= 1, "method.hidden_dim=256")
+        require("method.embed_dim", embed_dim, embed_dim >= 1, "method.embed_dim=256")
         self.feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
-        self.hidden_dim, self.embed_dim, self.tau = hidden_dim, embed_dim, tau
+        self.hidden_dim, self.embed_dim = hidden_dim, embed_dim
         self.optim = optim or OptimOptions()
         self.backbone = backbone
         self.projector: nn.Module = mlp(self.feature_dim, hidden_dim, embed_dim)
@@ -197,7 +195,10 @@ class SSLMethod(pl.LightningModule):
     # --- the online network -------------------------------------------------------------------------------------------
 
     def embed(self, x: Tensor) -> Tensor:
-        """The paper's ``f(x)``: (n, C, h, w) -> (n, embed_dim)."""
+        """The paper's ``f(x)``: (n, C, h, w) -> (n, embed_dim).
+
+        Not to be overridden: `FedXMixin` makes its ``F`` of the same two networks. Replace `backbone` or `projector`.
+        """
         return self.projector(self.backbone(x))
 
     def embed_views(self, batch: Views) -> Embeddings:
@@ -217,7 +218,11 @@ class SSLMethod(pl.LightningModule):
 
     def private_state(self) -> State:
         """Copies of all tensors that stay with this client between rounds."""
-        return {name: t.detach().clone() for name, t in self._split_state()[1].items()}
+        return {name: t.detach().clone() for name, t in self.kept_tensors().items()}
+
+    def kept_tensors(self) -> State:
+        """The private tensors worth keeping between rounds, not copied; all of them unless a method knows better."""
+        return self._split_state()[1]
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
         """Becomes a client at the start of a round: the global state, then the client's own.
@@ -231,8 +236,7 @@ class SSLMethod(pl.LightningModule):
         if private is None:
             self.reset_private()
         else:
-            own = self._split_state()[1]
-            copy_state({name: own[name] for name in private}, private)
+            copy_state(self.kept_tensors(), private)
 
     def load_shared(self, shared: State) -> None:
         """Copies a global state into the online network."""

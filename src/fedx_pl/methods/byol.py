@@ -8,6 +8,7 @@ from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
 from fedx_pl import losses
+from fedx_pl.errors import require
 from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, mlp
 
 
@@ -27,6 +28,7 @@ class BYOL(SSLMethod):
             momentum: of the target's moving average.
             base: keyword arguments of `SSLMethod`.
         """
+        require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
         super().__init__(backbone, **base)
         self.momentum = momentum
         # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightly.models.utils import deactivate_requires_grad
 from torch import Tensor, nn
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import require
 from fedx_pl.losses import info_nce
 from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, copy_state
 
@@ -42,9 +42,12 @@ class MoCo(SSLMethod):
             tau: temperature; 0 takes the version's own.
             base: keyword arguments of `SSLMethod`.
         """
-        if version not in (1, 2):
-            raise UserError(f"method.version={version} is not a MoCo; type method.version=1 or method.version=2")
-        super().__init__(backbone, tau=tau or {1: 0.07, 2: 0.2}[version], **base)
+        require("method.version", version, version in (1, 2), "method.version=1 or method.version=2")
+        require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
+        require("method.queue_size", queue_size, queue_size >= 1, "method.queue_size=4096")
+        require("method.tau", tau, tau >= 0, "method.tau=0.2, or 0 for the version's own")
+        super().__init__(backbone, **base)
+        self.tau = tau or {1: 0.07, 2: 0.2}[version]
         if version == 1:
             self.projector = nn.Linear(self.feature_dim, self.embed_dim)
         self.momentum = momentum
@@ -85,9 +88,9 @@ class MoCo(SSLMethod):
         """Key network and queue stay at home."""
         return super().private_names() | {"key", "queue", "queue_next"}
 
-    def private_state(self) -> State:
+    def kept_tensors(self) -> State:
         """Only the queue is kept: the key network is the query network again at the next round's start."""
-        return {name: t for name, t in super().private_state().items() if not name.startswith("key.")}
+        return {name: t for name, t in super().kept_tensors().items() if not name.startswith("key.")}
 
     def reset_private(self) -> None:
         """An empty queue is random directions, as in the original."""

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedx_pl.errors import require
 from fedx_pl.losses import proto_nce
 from fedx_pl.methods.base import Embeddings, Loss, Views
 from fedx_pl.methods.moco import MoCo
@@ -45,6 +46,8 @@ class ProtoCL(MoCo):
             prototype_weight: weight of the prototype term.
             moco: keyword arguments of `MoCo`.
         """
+        possible = len(cluster_sizes) > 0 and all(size >= 1 for size in cluster_sizes)
+        require("method.cluster_sizes", list(cluster_sizes), possible, "method.cluster_sizes=[25,10,5]")
         super().__init__(backbone, **moco)
         self.cluster_sizes, self.warmup_epochs, self.prototype_weight = cluster_sizes, warmup_epochs, prototype_weight
         self.clusterings: list[Clustering] = []

@@ -1,11 +1,28 @@
 """SimCLR (Chen et al., 2020)."""
 
+from typing import Any
+
+from torch import nn
+
+from fedx_pl.errors import require
 from fedx_pl.losses import nt_xent
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
 
 
 class SimCLR(SSLMethod):
     """Contrast the two views of an image against all other views of the batch."""
+
+    def __init__(self, backbone: nn.Module, *, tau: float = 0.1, **base: Any) -> None:
+        """Sets the temperature.
+
+        Args:
+            backbone: see `SSLMethod`.
+            tau: temperature.
+            base: keyword arguments of `SSLMethod`.
+        """
+        require("method.tau", tau, tau > 0, "method.tau=0.1")
+        super().__init__(backbone, **base)
+        self.tau = tau
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """NT-Xent over 2n views."""

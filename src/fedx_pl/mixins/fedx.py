@@ -22,7 +22,7 @@ import torch
 from lightly.models.utils import deactivate_requires_grad
 from torch import Tensor, nn
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, require
 from fedx_pl.losses import global_contrast, nt_xent, relational
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views, copy_state, mlp
 
@@ -45,16 +45,14 @@ class FedXOptions:
     relation_size: int = field(default=0, metadata={"help": "images in B_r; 0 = half of optim.batch_size"})
 
     def __post_init__(self) -> None:
-        if self.divergence not in ("jsd", "authors"):
-            raise UserError(f"fedx.divergence={self.divergence} is not known; type fedx.divergence=jsd or authors")
-        if self.contrast not in ("symmetric", "literal"):
-            raise UserError(f"fedx.contrast={self.contrast} is not known; type fedx.contrast=symmetric or literal")
-        if self.tau <= 0:
-            raise UserError(f"fedx.tau={self.tau} must be positive; the paper's is fedx.tau=0.1")
+        known = self.divergence in ("jsd", "authors")
+        require("fedx.divergence", self.divergence, known, "fedx.divergence=jsd or authors")
+        known = self.contrast in ("symmetric", "literal")
+        require("fedx.contrast", self.contrast, known, "fedx.contrast=symmetric or literal")
+        require("fedx.tau", self.tau, self.tau > 0, "a positive number; the paper's is fedx.tau=0.1")
         weights = {name: getattr(self, name) for name in _TERMS}
         for name, weight in weights.items():
-            if weight < 0:
-                raise UserError(f"fedx.{name}={weight} must not be negative; type fedx.{name}=0 to leave the term out")
+            require(f"fedx.{name}", weight, weight >= 0, f"fedx.{name}=0 to leave the term out")
         if not any(weights.values()):
             raise UserError(f"all of fedx.{', fedx.'.join(_TERMS)} are 0: nothing is left to train")
 

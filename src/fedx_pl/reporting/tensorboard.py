@@ -59,7 +59,7 @@ class RunWriter:
                 self._writer.add_scalar(tag, value, round)
         self._writer.flush()
 
-    def client_losses(self, client: int, first_step: int, losses: Tensor, names: Sequence[str], every: int = 1) -> None:
+    def client_losses(self, client: int, first_step: int, losses: Tensor, names: Sequence[str]) -> None:
         """The loss terms of one client in one round, as ``loss_<name>/client_<number>``.
 
         Long rounds are thinned to about fifty points, each the mean of its bucket of rows and drawn at the last step of
@@ -70,7 +70,6 @@ class RunWriter:
             first_step: step of the first row, on the client's own axis: the steps it did in all earlier rounds.
             losses: (rows, terms).
             names: of the terms.
-            every: steps from one row to the next, for losses that were recorded only every so often.
         """
         if client >= self._max_clients or len(losses) == 0:
             return
@@ -78,7 +77,7 @@ class RunWriter:
         done = 0
         for bucket in losses.detach().float().cpu().split(size):
             done += len(bucket)
-            step = first_step + (done - 1) * every
+            step = first_step + done - 1
             for name, value in zip(names, bucket.mean(0).tolist(), strict=True):
                 self._writer.add_scalar(f"loss_{name}/client_{client:03d}", value, step)
 
