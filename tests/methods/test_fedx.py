@@ -24,6 +24,7 @@ def test_the_terms_are_those_of_the_paper_from_independent_parts() -> None:
     """f, h and F applied view by view here, once jointly there; in eval mode BatchNorm makes no difference."""
     model, batch = started()
     model.eval()
+    model._teacher.eval()
     terms = model.loss(batch, model.embed_views(batch))
     f, h, big_f = model.embed, model.fedx_head, model._teacher
     z, z_tilde, z_r = f(batch.first), f(batch.second), f(batch.relation)
@@ -42,7 +43,8 @@ def test_each_weight_scales_its_term() -> None:
     weights = {"local_contrast": 0.5, "local_relation": 2.0, "global_contrast": 3.0, "global_relation": 4.0}
     model, batch = started()
     weighted, _ = started(**weights)
-    model.eval(), weighted.eval()
+    for module in (model, model._teacher, weighted, weighted._teacher):
+        module.eval()
     plain_terms = model.loss(batch, model.embed_views(batch))
     weighted_terms = weighted.loss(batch, weighted.embed_views(batch))
     for name, weight in zip(plain_terms, weights.values(), strict=True):
@@ -88,7 +90,6 @@ def test_f_is_the_model_the_round_started_from_and_stays_so() -> None:
     train(model, data_for(model), state=received, epochs=2)
     teacher = model._teacher
     torch.testing.assert_close(teacher[0].conv1.weight, received["backbone.conv1.weight"], rtol=0, atol=0)
-    torch.testing.assert_close(teacher[0].bn1.running_mean, received["backbone.bn1.running_mean"], rtol=0, atol=0)
     assert not torch.equal(model.backbone.conv1.weight, teacher[0].conv1.weight)
 
 
@@ -99,6 +100,18 @@ def test_f_is_made_once_and_takes_the_next_global_model_in_place() -> None:
     train(model, data_for(model), state=first.state, memory=first.memory, round=2)
     assert model._teacher is teacher
     torch.testing.assert_close(teacher[0].conv1.weight, first.state["backbone.conv1.weight"], rtol=0, atol=0)
+
+
+def test_f_of_an_untrained_model_normalises_by_the_batch_and_later_by_its_statistics() -> None:
+    """Initial statistics (0, 1) would give all images nearly one embedding."""
+    model, batch = started()
+    untrained = model._teacher[0].bn1
+    assert untrained.training
+    model._teacher(batch.second)
+    first = train(model, data_for(model))
+    train(model, data_for(model), state=first.state, memory=first.memory, round=2)
+    assert not any(module.training for module in model._teacher.modules())
+    torch.testing.assert_close(untrained.running_mean, first.state["backbone.bn1.running_mean"], rtol=0, atol=0)
 
 
 def test_h_is_shared_with_the_server() -> None:

@@ -10,8 +10,9 @@ batch, of its second views and of an independent relation batch ``B_r``:
     global_contrast   Eq. 7    h(f(x)) finds F(x~) among the others
     global_relation   Eq. 9    both views, after h, have the same relations to B_r as F sees it
 
-``F`` is the global model the round started from: frozen, in eval mode, and no part of this module's tree, so that it is
-neither optimised nor averaged nor saved. ``h`` is a head of its own, never a method's predictor.
+``F`` is the global model the round started from: frozen, in eval mode (but for round 1, see `on_round_start`), and no
+part of this module's tree, so that it is neither optimised nor averaged nor saved. ``h`` is a head of its own, never a
+method's predictor.
 """
 
 import copy
@@ -130,6 +131,11 @@ class FedXMixin(SSLMethod):
             self._set_teacher(teacher)
         else:  # One F per process: later rounds only copy weights.
             copy_state(self._teacher.state_dict(), nn.Sequential(self.backbone, self.projector).state_dict())
+        for module in self._teacher.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                # Before its first round the global model has no BatchNorm statistics: with the initial 0 and 1 it gives
+                # all images nearly one embedding, and pulling f there makes BYOL collapse. The batch's own serve then.
+                module.train(bool(module.num_batches_tracked == 0))
 
     def on_train_start(self) -> None:
         """Lightning has moved the module by now; F is outside of it and follows by hand."""
