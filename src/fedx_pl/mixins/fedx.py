@@ -125,17 +125,18 @@ class FedXMixin(SSLMethod):
     def on_round_start(self) -> None:
         """Freezes the model that was just received as F."""
         super().on_round_start()
-        if self._teacher is None:
-            teacher = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).eval()
+        online, teacher = nn.Sequential(self.backbone, self.projector), self._teacher
+        if teacher is None:
+            teacher = copy.deepcopy(online).eval()
             deactivate_requires_grad(teacher)
             self._set_teacher(teacher)
         else:  # One F per process: later rounds only copy weights.
-            copy_state(self._teacher.state_dict(), nn.Sequential(self.backbone, self.projector).state_dict())
-        for module in self._teacher.modules():
+            copy_state(teacher.state_dict(), online.state_dict())
+        for module in teacher.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 # Before its first round the global model has no BatchNorm statistics: with the initial 0 and 1 it gives
                 # all images nearly one embedding, and pulling f there makes BYOL collapse. The batch's own serve then.
-                module.train(bool(module.num_batches_tracked == 0))
+                module.train(not module.num_batches_tracked)
 
     def on_train_start(self) -> None:
         """Lightning has moved the module by now; F is outside of it and follows by hand."""
