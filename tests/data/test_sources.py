@@ -65,8 +65,9 @@ class TestCache:
         content[-1] ^= 1
         path.write_bytes(content)
         assert load(options(root), report=lines.append).source.startswith("files")
-        assert len(lines) == 1
+        assert len(lines) == 2
         assert "changed" in lines[0]
+        assert "complete" in lines[1]
         assert load(options(root)).source.startswith("cache")
 
     @pytest.mark.parametrize("victim", ["manifest.json", "train_images.npy"])
@@ -122,7 +123,7 @@ class TestNetwork:
         }
         assert files[name] in str(caught.value)
         assert str(tmp_path / name) in str(caught.value)
-        assert len(lines) == (4 if name in ("cifar10", "fmnist") else 3)
+        assert len(lines) == (5 if name in ("cifar10", "fmnist") else 3)
         assert all("\n" not in line for line in lines)
         assert any("Connection refused" in line for line in lines)
         if name in ("cifar10", "fmnist"):

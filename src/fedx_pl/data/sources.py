@@ -150,6 +150,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
         info = {"source": found.source, "classes": found.raw.classes, "verified": options.verify}
         try:
             cache.write(cache_folder(options) / options.name, found.raw.arrays, info)
+            report(f"{options.name}: {source}: complete, kept in {cache_folder(options) / options.name}")
         except OSError as error:  # a read-only place costs time on the next run, nothing else
             report(f"{options.name}: not cached in {cache_folder(options)}: {one_line(error)}")
         return found
@@ -172,6 +173,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
     title, get = spec.mirror
 
     def mirror() -> _Found:
+        report(f"{options.name}: fetching {title}, once; up to a minute on a fast line")
         with tempfile.TemporaryDirectory(prefix="fedx-pl-") as temporary:
             return prepare([get(Path(temporary))], title)
 
