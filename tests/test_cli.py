@@ -155,7 +155,14 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
 
 def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job that a shell started in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         deadline = time.monotonic() + 90
         while not list(tmp_path.glob("run/checkpoints/round_*")) and time.monotonic() < deadline:

@@ -44,7 +44,7 @@ class TestFormats:
         assert data.train.labels is not None
         assert data.train.labels.dtype == np.int64
         assert data.classes[6] == "frog"
-        assert len(lines) == 1  # there was no cache
+        assert [line.split(": ")[1] for line in lines] == ["cache", "files"]  # there was no cache; now there is
 
     def test_python_2_pickle(self, tmp_path: Path) -> None:
         # byte strings for keys and pixels, numpy.core instead of numpy._core: what the official archive holds

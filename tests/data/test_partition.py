@@ -319,7 +319,7 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_nothing_behind(tmp_path, mo
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(partition.os, "fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         partition.save(path, [np.arange(4)], fingerprint="new", options={})
     assert [p.name for p in tmp_path.iterdir()] == ["split.json"]

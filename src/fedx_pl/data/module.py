@@ -112,5 +112,7 @@ class LocalEpochs:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Views]:
+        # A generator, so that an epoch counts when its first batch is asked for: Lightning also makes iterators that
+        # it never uses.
         number, self.number = self.number, self.number + 1
-        return self.data.epoch(number)
+        yield from self.data.epoch(number)
