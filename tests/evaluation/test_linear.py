@@ -79,7 +79,7 @@ def test_ends_where_a_data_loader_ends():
 
 
 def test_starts_as_nn_linear_does():
-    """A vanishing step: the accuracy is that of weights drawn from U(-1/sqrt(D), 1/sqrt(D)), about chance over seeds."""
+    """A vanishing step: the accuracy is that of weights drawn from U(-1/sqrt(D), 1/sqrt(D)), chance over seeds."""
     x, y = blobs(500, 10, noise=0.1)
     options = LinearOptions(epochs=1, lr=1e-12)
     top1 = [linear_probe(x, y, x, y, classes=10, options=options, seed=seed).top1 for seed in range(20)]
