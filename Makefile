@@ -5,6 +5,7 @@ SEED    ?= 0
 ARGS    ?=
 
 BIN     := .venv/bin
+INSTALL := $(BIN)/python -m pip install --config-settings editable_mode=compat
 DATA    := cifar10 svhn fmnist imagenet10
 METHODS := simclr moco byol protocl fedu
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
@@ -52,9 +53,9 @@ clean:  ## Remove the environment and caches; data/ and runs/ stay
 .venv/installed: setup.cfg | .venv/bin/python
 	@echo "Installing fedx-pl with torch into .venv: about 5.5 GB, a few minutes on the first run."
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e .
+	$(INSTALL) -e .
 	@touch $@
 
 .venv/installed-dev: setup.cfg .venv/installed
-	$(BIN)/python -m pip install --quiet -e .[dev]
+	$(INSTALL) -e .[dev]
 	@touch $@

@@ -72,10 +72,11 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> None:
     config = configuration.compose(options.overrides)
     console = Console(markup=False, highlight=False)  # Paths and names may hold brackets.
+    console.print(terminal.announcement(config), soft_wrap=True)
     plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))
     rounds = config.federation.rounds
     if options.dry_run:
-        console.print(terminal.first_lines(plan, plan.estimate_seconds()), soft_wrap=True)
+        console.print(terminal.expectation(plan, plan.estimate_seconds()), soft_wrap=True)
         console.print(terminal.plan_text(plan))
         console.print(terminal.parameters_text(plan), soft_wrap=True)
         console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
@@ -85,7 +86,7 @@ def _train(options: argparse.Namespace) -> None:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:
-            console.print(terminal.first_lines(plan, plan.estimate_seconds(first)), soft_wrap=True)
+            console.print(terminal.expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
             display.expect(plan.steps_between(first, rounds))
         result = orchestrator.run()
     terminal.summary(result, console)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedx_pl.config import Config
 from fedx_pl.federation.orchestrator import Result, class_counts
 from fedx_pl.federation.plan import Plan
 
@@ -95,27 +96,28 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def first_lines(plan: Plan, seconds: float) -> str:
-    """What will run and how long it takes, before anything does."""
-    config, federation = plan.config, plan.config.federation
-    where = (
-        torch.cuda.get_device_name(plan.device)
-        if plan.device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
+def announcement(config: Config) -> str:
+    """What will run, before anything does."""
+    federation, backbone = config.federation, config.backbone
     lines = [
-        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {len(plan.clients)} clients, "
-        f"{len(plan.data.train.images):,} images, {config.backbone.name} (width {config.backbone.width}), "
-        f"{plan.precision} on {where}: about {duration(seconds)}",
+        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs on {federation.clients} clients, "
+        f"{backbone.name} of width {backbone.width}, seed {config.seed}"
     ]
     if config.profile == "cpu":
         lines.append(
-            "profile cpu: a thin network, a subset of the images and few rounds, to see it work. "
-            "Type PROFILE=paper (make) or profile=paper (fedx-pl) for the paper's full setting; it needs a GPU."
+            "profile cpu: a thin network, a subset of the images and few rounds, to see it work in minutes.\n"
+            "For the paper's full setting, which needs a GPU, type PROFILE=paper (make) or profile=paper (fedx-pl)."
         )
-    elif plan.device.type == "cpu" and seconds > 3600:
-        lines.append("No GPU: profile=cpu gives a small result in minutes.")
     return "\n".join(lines)
+
+
+def expectation(plan: Plan, seconds: float) -> str:
+    """On what it runs and how long it takes."""
+    cuda = plan.device.type == "cuda"
+    where = torch.cuda.get_device_name(plan.device) if cuda else f"{torch.get_num_threads()} CPU threads"
+    line = f"{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
+    hint = "\nWithout a GPU, profile=cpu gives a small result in minutes." if not cuda and seconds > 3600 else ""
+    return line + hint
 
 
 def plan_text(plan: Plan) -> Table:
