@@ -71,3 +71,14 @@ def test_mistakes_are_named(options: BackboneOptions, message: str) -> None:
 def test_a_network_that_the_cpu_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(UserError, match=r"type backbone\.width=16"):
         build(BackboneOptions("resnet10", width=8), channels=3, image_size=64)
+
+
+def test_the_encoder_loads_into_torchvision_as_the_readme_says() -> None:
+    ours = build(BackboneOptions("resnet18"), channels=3, image_size=32).eval()
+    encoder = torchvision.models.resnet18()
+    encoder.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    encoder.maxpool = encoder.fc = torch.nn.Identity()
+    encoder.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.eval()(x), ours(x))

@@ -25,7 +25,7 @@ def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.Capt
     assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
     out = capsys.readouterr().out
     first = out.splitlines()[0]
-    assert first == "cifar10-byol-fedx-paper: 2 rounds x 1 epochs on 3 clients, resnet10 of width 4, seed 0"
+    assert first == "cifar10-byol-fedx-paper: 2 rounds x 1 epochs, 3 clients, resnet10, seed 0"
     assert re.search(r"240 images, 32-true on 1 CPU threads: about \d", out)
     assert re.search(r"untrained +kNN +\d", out)
     assert re.search(r"round +2/2 +loss +\d.*ETA", out)

@@ -1,8 +1,11 @@
 """What a run says on the terminal: the plan, one line per round, and the summary."""
 
 import os
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -100,14 +103,12 @@ def announcement(config: Config) -> str:
     """What will run, before anything does."""
     federation, backbone = config.federation, config.backbone
     lines = [
-        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs on {federation.clients} clients, "
-        f"{backbone.name} of width {backbone.width}, seed {config.seed}"
+        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
+        f"{backbone.name}, seed {config.seed}"
     ]
     if config.profile == "cpu":
-        lines.append(
-            "profile cpu: a thin network, a subset of the images and few rounds, to see it work in minutes.\n"
-            "For the paper's full setting, which needs a GPU, type PROFILE=paper (make) or profile=paper (fedx-pl)."
-        )
+        lines.append("profile cpu: a thin network, a subset of the images, few rounds: a quick look.")
+        lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
     return "\n".join(lines)
 
 
@@ -171,10 +172,10 @@ def summary(result: Result, console: Console) -> None:
         console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
     console.print(f"time: {duration(result.seconds)}")
     console.print(f"run folder: {result.folder}", soft_wrap=True)
-    console.print(
-        f"dashboards: tensorboard --logdir {result.folder.parent}   (or: make tensorboard)",
-        soft_wrap=True,
-    )
+    # The environment's own command if it is not on the path, as after `make` without activating .venv.
+    beside = Path(sys.executable).with_name("tensorboard")
+    command = "tensorboard" if shutil.which("tensorboard") or not beside.exists() else os.path.relpath(beside)
+    console.print(f"dashboards: {command} --logdir {result.folder.parent}", soft_wrap=True)
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], most: int = 20) -> list[Mapping[str, Any]]:
