@@ -7,6 +7,7 @@ from helpers import data_for, make_data, make_model, train
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, resolve_precision
 from fedx_pl.methods import BYOL, SimCLR
+from fedx_pl.mixins import with_fedx
 
 
 def test_the_result_depends_only_on_its_arguments() -> None:
@@ -101,9 +102,23 @@ def test_precision_auto_is_full_on_a_cpu() -> None:
         resolve_precision("16-mixed", torch.device("cpu"))
 
 
-def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+def test_the_loss_scale_is_carried_over_from_fit_to_fit() -> None:
+    """A fresh GradScaler starts at 65536 and skips the first steps of every fit."""
     model = make_model(SimCLR)
-    train(model, data_for(model))
+    trainer = LocalTrainer(model, torch.device("cpu"), "16-mixed")
+    (plugin,) = trainer._plugins
+    context = RoundContext(1, 10, 1, 0, model.shared_state(), "average")
+    trainer.run(context, 0, data_for(model, images=8), None)
+    plugin.scaler.update(1024.0)
+    trainer.run(context, 1, data_for(model, images=8), None)
+    assert plugin.scaler.get_scale() == 1024.0
+
+
+def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
+    model = make_model(with_fedx(BYOL))
+    first = train(model, data_for(model))
+    train(model, data_for(model), state=first.state, memory=first.memory, round=2)
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
     assert [str(warning.message) for warning in recwarn] == []
