@@ -5,7 +5,7 @@ SEED    ?= 0
 ARGS    ?=
 
 BIN     := .venv/bin
-INSTALL := $(BIN)/python -m pip install --config-settings editable_mode=compat
+INSTALL := $(BIN)/python -m pip install
 DATA    := cifar10 svhn fmnist imagenet10
 METHODS := simclr moco byol protocl fedu
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))

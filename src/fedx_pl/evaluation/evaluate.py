@@ -75,8 +75,8 @@ class Evaluator:
         if linear:
             probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
             found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
-        # A collapsed network has warned already; JSON has no NaN.
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
+        return {name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)}
 
     def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
         assert split.labels is not None
