@@ -1,6 +1,6 @@
 """Barlow Twins (Zbontar et al., 2021): a method that is nothing but its loss.
 
-fedx-pl train method=barlow_twins:BarlowTwins fedx=true profile=cpu        (from this folder)
+fedx-pl train method=barlow_twins:BarlowTwins fedx=true profile=cpu data.root=../../data        (from this folder)
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """SimSiam (Chen & He, 2021): a method of your own in one loss and one extra network.
 
-fedx-pl train method=simsiam:SimSiam fedx=true profile=cpu        (from this folder)
+fedx-pl train method=simsiam:SimSiam fedx=true profile=cpu data.root=../../data        (from this folder)
 """
 
 from typing import Any
