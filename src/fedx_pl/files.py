@@ -21,6 +21,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames inside a folder survive a power loss."""
+    if os.name != "posix":
+        return  # Elsewhere a folder cannot be opened.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

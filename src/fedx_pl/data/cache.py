@@ -24,6 +24,7 @@ import numpy as np
 
 from fedx_pl.data.formats import one_line
 from fedx_pl.errors import UserError
+from fedx_pl.files import sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
 MAP_BYTES = 2**30  # larger arrays are mapped instead of read: a folder of images may exceed the memory
@@ -152,7 +153,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         _sweep(folder)
         fresh.mkdir()
         yield fresh
-        _sync(fresh)
+        sync_folder(fresh)
         if folder.exists():
             os.replace(folder, f"{fresh}-old")  # a folder that is not empty cannot be replaced in one step
         try:
@@ -160,7 +161,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise  # else: another process was faster and wrote the same content
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
@@ -190,20 +191,8 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any
 
 def write_manifest(folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
     """Writes ``manifest.json`` and waits until it is on the disk."""
-    with open(folder / MANIFEST, "w") as file:
-        json.dump({"arrays": dict(entries), "info": dict(info)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    if os.name != "posix":
-        return  # elsewhere a folder cannot be opened
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    content = json.dumps({"arrays": dict(entries), "info": dict(info)}, indent=1)
+    write_atomically(folder / MANIFEST, content.encode())
 
 
 def _sweep(folder: Path) -> None:

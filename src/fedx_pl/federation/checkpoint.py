@@ -57,11 +57,11 @@ class Checkpoints:
 
         Args:
             folder: of the run.
-            keep: how many of the newest rounds stay on disk.
+            keep: how many of the newest rounds stay on disk, at least 1.
         """
         self._rounds = folder / "checkpoints"
         self._clients = folder / "clients"
-        self._keep = max(keep, 1)
+        self._keep = keep
 
     def save_client(self, client: int, memory: ClientMemory) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""

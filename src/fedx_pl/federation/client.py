@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,8 +51,8 @@ class Update:
     memory: ClientMemory
     losses: Tensor  # (steps, 1 + terms): total, then the named terms
     loss_names: tuple[str, ...]
+    images_seen: int
     metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 class LocalTrainer:
@@ -82,12 +81,13 @@ class LocalTrainer:
 
     def run(self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None) -> Update:
         """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
-        started = time.perf_counter()
         seed = derive(context.seed, "train", context.round, client)
         torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
         self._receive(context, memory)
-        before = memory.epochs if memory else 0
-        self.model.start_round(LocalRound(context.round, context.rounds, client, context.epochs, before, seed, data))
+        before = memory or ClientMemory({})
+        self.model.start_round(
+            LocalRound(context.round, context.rounds, client, context.epochs, before.epochs, seed, data)
+        )
         with _quiet_lightning():
             try:
                 self._trainer(context.epochs).fit(self.model, LocalEpochs(data))
@@ -95,7 +95,7 @@ class LocalTrainer:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
         self.model.on_round_end()
-        return self._update(context, client, data, memory, time.perf_counter() - started)
+        return self._update(context, client, data, before)
 
     def _trainer(self, epochs: int) -> pl.Trainer:
         return pl.Trainer(
@@ -122,9 +122,7 @@ class LocalTrainer:
             for name, buffer in batchnorm_statistics(self.model).items():
                 buffer.copy_(memory.private[_BATCHNORM + name])
 
-    def _update(
-        self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None, seconds: float
-    ) -> Update:
+    def _update(self, context: RoundContext, client: int, data: ClientData, before: ClientMemory) -> Update:
         private = self.model.private_state()
         if context.batchnorm == "local":
             statistics = batchnorm_statistics(self.model)
@@ -137,13 +135,13 @@ class LocalTrainer:
             ClientMemory(
                 private,
                 last_round=context.round,
-                steps=(memory.steps if memory else 0) + len(losses),
-                epochs=(memory.epochs if memory else 0) + context.epochs,
+                steps=before.steps + len(losses),
+                epochs=before.epochs + context.epochs,
             ),
             losses,
             ("total", *self.model.term_names),
+            len(losses) * data.views_size,
             self.model.round_metrics(),
-            seconds,
         )
 
 

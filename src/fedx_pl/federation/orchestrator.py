@@ -22,7 +22,6 @@ from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import write_atomically
 from fedx_pl.methods.base import State
-from fedx_pl.reporting import plots
 from fedx_pl.reporting.tensorboard import RunWriter
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
@@ -142,9 +141,14 @@ class Orchestrator:
         plan, file = self.plan, self.folder / "split.json"
         if not file.exists():
             return
-        before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+        try:
+            before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+        except UserError:  # It speaks of `partition.file`, which the user did not give here.
+            before = []
         if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):
-            raise UserError(f"{self.folder} holds a run with another split of the images; type run.dir=ANOTHER")
+            raise UserError(
+                f"{self.folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
+            )
 
     def _commit(self, row: dict[str, Any], records: dict[int, Any], seconds: float) -> None:
         self.state = RunState(
@@ -175,6 +179,8 @@ class Orchestrator:
         write_atomically(self.folder / "encoder.safetensors", save(encoder))
         self._write_metrics()  # Again, in case the last round was committed and then cut off.
         if self.plan.evaluator.possible:
+            from fedx_pl.reporting import plots  # Here: matplotlib would slow every start down.
+
             plots.curves(self.state.rows, self.state.untrained).savefig(self.folder / "accuracy.png")
 
     # --- measuring and logging ----------------------------------------------------------------------------------------
@@ -204,8 +210,7 @@ class Orchestrator:
         row |= dict(zip(names, means.tolist(), strict=True))
         for name in updates[0].metrics:
             row[name] = statistics.fmean(update.metrics[name] for update in updates)
-        batch = {update.client: plan.client_data(update.client, round).views_size for update in updates}
-        seen = sum(len(update.losses) * batch[update.client] for update in updates)
+        seen = sum(update.images_seen for update in updates)
         row |= {
             "clients": len(updates),
             "dropped": dropped,

@@ -84,7 +84,8 @@ class Plan:
         """Expected duration: the best of a few short fits and one batch of features, on a copy of the model."""
         rounds = self.config.federation.rounds
         trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision)
-        per_step = _time_step(trainer, max((self.client_data(c, 1) for c in range(len(self.clients))), key=len))
+        largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
+        per_step = _time_step(trainer, self.client_data(largest, round=1))
         training = self.steps_between(first_round, rounds) * per_step
         return training + self.evaluator.estimate_seconds(trainer.model, self.device, first_round, rounds)
 
