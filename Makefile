@@ -14,7 +14,7 @@ RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 .PHONY: help install test test-fast lint format tensorboard clean $(RUNS)
 
 help:  ## List the targets
-	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
+	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
 	@echo "    DATA: $(DATA)    METHOD: $(METHODS)"
 	@awk -F ':.*## *' '/^[a-z][a-z-]*:.*##/ { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 

@@ -5,6 +5,7 @@ be normalised: every similarity here is the cosine. All functions compute in flo
 because a softmax over similarities divided by a small ``tau`` loses most of its digits in half precision.
 """
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -65,17 +66,17 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, tau: float, divergence: 
         divergence: ``jsd`` is Eq. 5, 1/2 [KL(p|m) + KL(q|m)]; ``authors`` is what the released code computes,
             1/2 [KL(m|p) + KL(m|q)].
     """
-    anchors = F.normalize(anchors, dim=1)
-    log_p = F.log_softmax(F.normalize(z1, dim=1) @ anchors.T / tau, dim=1)
-    log_q = F.log_softmax(F.normalize(z2, dim=1) @ anchors.T / tau, dim=1)
-    log_m = torch.logaddexp(log_p, log_q) - torch.log(log_p.new_tensor(2.0))
+    # Both views in one matrix: half as many operations, and on a CPU each costs more than its arithmetic.
+    anchors = F.normalize(anchors, dim=1) / tau
+    log_pq = F.log_softmax(F.normalize(torch.cat([z1, z2]), dim=1) @ anchors.T, dim=1).view(2, len(z1), len(anchors))
+    log_m = torch.logaddexp(log_pq[0], log_pq[1]) - math.log(2)
     if divergence == "jsd":
-        per_image = log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)
+        total = (log_pq.exp() * (log_pq - log_m)).sum()
     elif divergence == "authors":
-        per_image = log_m.exp() * (2 * log_m - log_p - log_q)
+        total = (log_m.exp() * (2 * log_m - log_pq.sum(dim=0))).sum()
     else:
         raise ValueError(f"divergence is {divergence!r}; use 'jsd' or 'authors'")
-    return per_image.sum(dim=1).mean() / 2
+    return total / (2 * len(z1))
 
 
 @_full_precision

@@ -11,11 +11,24 @@ from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, FedXOptions, Loss, SSLMethod, Views
 from fedx_pl.methods import BUILT_IN
+from fedx_pl.methods.base import State
 from fedx_pl.mixins import with_fedx
+
+
+def with_queue(method: type[SSLMethod]) -> type[SSLMethod]:
+    """FedX whose relations are to a queue, by default."""
+
+    class Queued(FedXMixin, method):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object, fedx: FedXOptions | None = None, **kwargs: object) -> None:
+            super().__init__(*args, fedx=fedx or FedXOptions(relation="queue", queue_size=12), **kwargs)
+
+    return Queued
+
 
 CLASSES = {
     **BUILT_IN,
     **{f"{name}-fedx": with_fedx(method) for name, method in BUILT_IN.items()},
+    **{f"{name}-fedx-queue": with_queue(method) for name, method in BUILT_IN.items()},
     "simsiam": SimSiam, "simsiam-fedx": FedXSimSiam, "barlow": BarlowTwins, "barlow-fedx": FedXBarlowTwins,
 }  # fmt: skip
 every_method = pytest.mark.parametrize("name", CLASSES)
@@ -62,7 +75,7 @@ def test_the_global_model_is_no_part_of_the_module(name: str) -> None:
     assert list(model.state_dict()) == names
     assert len(list(model.parameters())) == parameters
     if isinstance(model, FedXMixin):
-        teacher = model._teacher
+        teacher = model.global_model.network
         assert teacher is not None
         assert not teacher.training
         assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
@@ -134,6 +147,20 @@ def test_a_client_smaller_than_a_batch_trains_on_what_it_has(name: str, images: 
 
 @every_method
 def test_one_client_round_equals_a_hand_written_loop_to_the_bit(name: str) -> None:
+    update, by_hand = by_trainer_and_by_hand(name, fused=True)
+    for key, tensor in by_hand.items():
+        torch.testing.assert_close(update[key], tensor, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", ["simclr", "byol-fedx"])
+def test_the_fused_optimiser_and_ema_change_nothing_but_rounding(name: str) -> None:
+    update, by_hand = by_trainer_and_by_hand(name, fused=False)
+    for key, tensor in by_hand.items():
+        torch.testing.assert_close(update[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def by_trainer_and_by_hand(name: str, *, fused: bool) -> tuple[State, State]:
+    """Shared state after two local epochs, through the real Trainer and through a bare loop."""
     model, reference = make_model(CLASSES[name]), make_model(CLASSES[name])
     data = data_for(model)
     update = train(model, data, epochs=2)
@@ -141,7 +168,8 @@ def test_one_client_round_equals_a_hand_written_loop_to_the_bit(name: str) -> No
     torch.manual_seed(model.local.seed)
     reference.receive(reference.shared_state(), None)
     reference.start_round(model.local)
-    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], 0.01, 0.9, weight_decay=1e-5)
+    trainable = [p for p in reference.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, 0.01, 0.9, weight_decay=1e-5, fused=fused)
     for epoch in range(2):
         reference.on_local_epoch(epoch)
         for batch in data.epoch(epoch):
@@ -155,8 +183,7 @@ def test_one_client_round_equals_a_hand_written_loop_to_the_bit(name: str) -> No
                     for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
                         slow.lerp_(fast, 1 - momentum)
     reference.on_round_end()
-    for key, tensor in reference.shared_state().items():
-        torch.testing.assert_close(update.state[key], tensor, rtol=0, atol=0, msg=key)
+    return update.state, reference.shared_state()
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("-fedx")])

@@ -24,9 +24,9 @@ def test_the_terms_are_those_of_the_paper_from_independent_parts() -> None:
     """f, h and F applied view by view here, once jointly there; in eval mode BatchNorm makes no difference."""
     model, batch = started()
     model.eval()
-    model._teacher.eval()
+    model.global_model.network.eval()
     terms = model.loss(batch, model.embed_views(batch))
-    f, h, big_f = model.embed, model.fedx_head, model._teacher
+    f, h, big_f = model.embed, model.fedx_head, model.global_model.network
     z, z_tilde, z_r = f(batch.first), f(batch.second), f(batch.relation)
     expected = {
         "contrastive": losses.nt_xent(z, z_tilde, 0.1),
@@ -43,7 +43,7 @@ def test_each_weight_scales_its_term() -> None:
     weights = {"local_contrast": 0.5, "local_relation": 2.0, "global_contrast": 3.0, "global_relation": 4.0}
     model, batch = started()
     weighted, _ = started(**weights)
-    for module in (model, model._teacher, weighted, weighted._teacher):
+    for module in (model, model.global_model.network, weighted, weighted.global_model.network):
         module.eval()
     plain_terms = model.loss(batch, model.embed_views(batch))
     weighted_terms = weighted.loss(batch, weighted.embed_views(batch))
@@ -63,7 +63,9 @@ def test_the_global_model_runs_only_on_what_is_used() -> None:
     for options, images in (({}, 16), ({"global_relation": 0.0}, 8), ({"global_contrast": 0.0}, 8)):
         model, batch = started(**options)
         seen = []
-        model._teacher.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(len(inputs[0])))
+        model.global_model.network.register_forward_hook(
+            lambda module, inputs, output, seen=seen: seen.append(len(inputs[0]))
+        )
         model.loss(batch, model.embed_views(batch))
         assert seen == [images]
 
@@ -88,30 +90,42 @@ def test_f_is_the_model_the_round_started_from_and_stays_so() -> None:
     model = make_model(FedXSimCLR)
     received = model.shared_state()
     train(model, data_for(model), state=received, epochs=2)
-    teacher = model._teacher
+    teacher = model.global_model.network
     torch.testing.assert_close(teacher[0].conv1.weight, received["backbone.conv1.weight"], rtol=0, atol=0)
     assert not torch.equal(model.backbone.conv1.weight, teacher[0].conv1.weight)
 
 
-def test_f_is_made_once_and_takes_the_next_global_model_in_place() -> None:
-    model = make_model(FedXSimCLR)
-    first = train(model, data_for(model))
-    teacher = model._teacher
-    train(model, data_for(model), state=first.state, memory=first.memory, round=2)
-    assert model._teacher is teacher
-    torch.testing.assert_close(teacher[0].conv1.weight, first.state["backbone.conv1.weight"], rtol=0, atol=0)
+def test_f_takes_the_next_global_model_in_place() -> None:
+    model, other = make_model(FedXSimCLR), make_model(FedXSimCLR, seed=1)
+    second = train(model, data_for(model), state=train(model, data_for(model)).state, round=2)
+    teacher = model.global_model.network
+    train(model, data_for(model), state=second.state, memory=second.memory, round=3)
+    assert model.global_model.network is teacher
+    other.load_shared(second.state)
+    x = next(data_for(model).epoch(0)).first
+    torch.testing.assert_close(teacher(x), other.eval().embed(x), rtol=1e-4, atol=1e-5)
 
 
 def test_f_of_an_untrained_model_normalises_by_the_batch_and_later_by_its_statistics() -> None:
     """Initial statistics (0, 1) would give all images nearly one embedding."""
-    model, batch = started()
-    untrained = model._teacher[0].bn1
-    assert untrained.training
-    model._teacher(batch.second)
+    model, _ = started()
+    assert model.global_model.network[0].bn1.training
     first = train(model, data_for(model))
     train(model, data_for(model), state=first.state, memory=first.memory, round=2)
-    assert not any(module.training for module in model._teacher.modules())
-    torch.testing.assert_close(untrained.running_mean, first.state["backbone.bn1.running_mean"], rtol=0, atol=0)
+    assert not any(module.training for module in model.global_model.network.modules())
+
+
+def test_folding_f_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds with BatchNorm folded into F's convolutions and without; losses agree to 1e-4."""
+
+    def losses_of_round_2() -> torch.Tensor:
+        model = make_model(FedXSimCLR)
+        first = train(model, data_for(model))
+        return train(model, data_for(model), state=first.state, memory=first.memory, round=2).losses
+
+    folded = losses_of_round_2()
+    monkeypatch.setattr("fedx_pl.frozen.foldable_pairs", lambda network: [])
+    torch.testing.assert_close(folded, losses_of_round_2(), rtol=1e-4, atol=1e-4)
 
 
 def test_h_is_shared_with_the_server() -> None:

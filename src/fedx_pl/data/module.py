@@ -24,6 +24,7 @@ class ImageStore:
             resident_bytes: how much of the device's memory images may take.
         """
         self.device = device
+        self.index_device = device if images.nbytes <= resident_bytes else torch.device("cpu")  # of indices to `take`
         self._resident: Tensor | None = None
         self._mapped = images
         if images.nbytes <= resident_bytes:
@@ -35,10 +36,12 @@ class ImageStore:
         return len(self._mapped)
 
     def take(self, index: Tensor) -> Tensor:
-        """Images at ``index`` (n,) -> uint8 (n, H, W, C) on the device."""
+        """Images at ``index`` (n,) on `index_device` -> uint8 (n, H, W, C) on the training device."""
         if self._resident is not None:
             return self._resident[index]
-        return torch.from_numpy(self._mapped[index.cpu().numpy()]).to(self.device, non_blocking=True)
+        images = torch.from_numpy(self._mapped[index.numpy()])
+        # Only from pinned memory does a copy to a GPU overlap with what the GPU is doing.
+        return images.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else images
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ClientData:
     """
 
     store: ImageStore
-    index: Tensor  # (N,) the client's rows of the store
+    index: Tensor  # (N,) the client's rows of the store, on the store's `index_device`
     augment: Augment
     batch_size: int  # as configured; `views_size` is what a batch really holds
     relation_size: int  # 0: no relation batch
@@ -77,12 +80,10 @@ class ClientData:
         order = self._order("order", number)
         relation = self._relation_batches(number)
         for chosen in order[: len(self) * self.views_size].split(self.views_size):
-            if len(chosen) == 1:  # BatchNorm needs two of anything: a single image is seen twice.
-                chosen = chosen.repeat(2)
+            chosen = _at_least_two(chosen)
             images = self.store.take(self.index[chosen])
-            first, second = self.augment(images, generator), self.augment(images, generator)
-            other = self.augment(self.store.take(next(relation)), generator) if self.relation_size else None
-            yield Views(first, second, chosen, other)
+            parts = [images, images, self.store.take(next(relation))] if self.relation_size else [images, images]
+            yield Views(self.augment.stack(parts, generator), chosen.to(device, non_blocking=True))
 
     def _relation_batches(self, number: int) -> Iterator[Tensor]:
         """``B_r``: an order of its own, independent of ``B``, begun again when it is used up."""
@@ -94,12 +95,21 @@ class ClientData:
 
     def _order(self, *purpose: int | str) -> Tensor:
         generator = torch.Generator().manual_seed(derive(self.seed, *purpose))
-        return torch.randperm(self.num_images, generator=generator).to(self.store.device)
+        return torch.randperm(self.num_images, generator=generator).to(self.store.index_device)
 
     def plain_batches(self, batch_size: int = 500) -> Iterator[Tensor]:
         """All images in order, un-augmented and normalised."""
         for rows in self.index.split(batch_size):
             yield self.augment.plain(self.store.take(rows))
+
+    def plain_sample(self, size: int) -> Tensor:
+        """At most ``size`` images drawn at random, un-augmented and normalised."""
+        return self.augment.plain(self.store.take(self.index[_at_least_two(self._order("sample")[:size])]))
+
+
+def _at_least_two(rows: Tensor) -> Tensor:
+    """BatchNorm needs two of anything: a single image is seen twice."""
+    return rows.repeat(2) if len(rows) == 1 else rows
 
 
 class LocalEpochs:

@@ -52,7 +52,7 @@ class Plan:
         reserved = self.config.relation_size if self.config.fedx.enabled else 0
         return ClientData(
             self.store,
-            torch.from_numpy(self.clients[client]).to(self.device),
+            torch.from_numpy(self.clients[client]).to(self.store.index_device),
             self.augment,
             batch_size=self.config.optim.batch_size - reserved,
             relation_size=reserved if self.model.relation_batch else 0,

@@ -29,12 +29,28 @@ State = dict[str, Tensor]
 
 
 class Views(NamedTuple):
-    """One training batch of ``n`` images, already augmented and normalised on the training device."""
+    """One training batch of ``n`` images, already augmented and normalised on the training device.
 
-    first: Tensor  # x: (n, C, h, w)
-    second: Tensor  # x~: (n, C, h, w), another augmentation of the same images
+    All views lie behind one another in one tensor: a forward pass over neighbours among them copies nothing.
+    """
+
+    stacked: Tensor  # (2n + r, C, h, w): x, x~, x_r
     rows: Tensor  # (n,) positions of the images within the client's data
-    relation: Tensor | None = None  # x_r: (r, C, h, w), the independent batch B_r; only if `relation_batch` asks for it
+
+    @property
+    def first(self) -> Tensor:
+        """x: (n, C, h, w)."""
+        return self.stacked[: len(self.rows)]
+
+    @property
+    def second(self) -> Tensor:
+        """x~: (n, C, h, w), another augmentation of the same images."""
+        return self.stacked[len(self.rows) : 2 * len(self.rows)]
+
+    @property
+    def relation(self) -> Tensor | None:
+        """x_r: (r, C, h, w), the independent batch B_r; None unless `relation_batch` asks for it."""
+        return self.stacked[2 * len(self.rows) :] if len(self.stacked) > 2 * len(self.rows) else None
 
 
 class Embeddings(NamedTuple):
@@ -83,6 +99,9 @@ class LocalData(Protocol):
 
     def plain_batches(self) -> Iterator[Tensor]:
         """All images in order, un-augmented and normalised, batch by batch."""
+
+    def plain_sample(self, size: int) -> Tensor:
+        """At most ``size`` images drawn at random, un-augmented and normalised."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +222,12 @@ class SSLMethod(pl.LightningModule):
 
     def embed_views(self, batch: Views) -> Embeddings:
         """One forward pass for all views, so that they share BatchNorm statistics."""
-        n = len(batch.first)
-        views = [batch.first] if self.online_views == 1 else [batch.first, batch.second]
-        relation = [] if batch.relation is None else [batch.relation]
-        z = self.embed(torch.cat(views + relation))
-        last = n * (len(views) - 1)
-        return Embeddings(z[:n], z[last : last + n], z[last + n :] if relation else None)
+        n = len(batch.rows)
+        if self.online_views == 1:
+            z = self.embed(batch.first)
+            return Embeddings(z, z)
+        z = self.embed(batch.stacked)
+        return Embeddings(z[:n], z[n : 2 * n], z[2 * n :] if batch.relation is not None else None)
 
     # --- state that travels and state that stays ----------------------------------------------------------------------
 
@@ -287,7 +306,7 @@ class SSLMethod(pl.LightningModule):
         """A fresh SGD over what is trainable."""
         lr = self.optim.lr_at(self.local.round, self.local.rounds)
         trainable = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.SGD(trainable, lr, self.optim.momentum, weight_decay=self.optim.weight_decay)
+        return torch.optim.SGD(trainable, lr, self.optim.momentum, weight_decay=self.optim.weight_decay, fused=True)
 
     def transfer_batch_to_device(self, batch: Views, device: torch.device, dataloader_idx: int) -> Views:
         """Batches are made on the training device: nothing to move."""
@@ -315,4 +334,5 @@ def copy_state(into: State, source: State) -> None:
     for name, tensor in into.items():
         if tensor.shape != source[name].shape:
             raise ValueError(f"{name} has shape {tuple(source[name].shape)}, expected {tuple(tensor.shape)}")
-        tensor.copy_(source[name])
+    if into:
+        torch._foreach_copy_(list(into.values()), [source[name] for name in into])

@@ -10,22 +10,25 @@ batch, of its second views and of an independent relation batch ``B_r``:
     global_contrast   Eq. 7    h(f(x)) finds F(x~) among the others
     global_relation   Eq. 9    both views, after h, have the same relations to B_r as F sees it
 
-``F`` is the global model the round started from: frozen, in eval mode (but for round 1, see `on_round_start`), and no
+``F`` is the global model the round started from: frozen, in eval mode (but for round 1, see `Frozen.refresh`), and no
 part of this module's tree, so that it is neither optimised nor averaged nor saved. ``h`` is a head of its own, never a
 method's predictor.
+
+With ``relation=queue`` there is no second batch: relations are to the latest embeddings, f's own and F's, of the
+images of earlier steps. That saves a third of f's work and half of F's.
 """
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightly.models.utils import deactivate_requires_grad
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from fedx_pl.errors import UserError, require
+from fedx_pl.frozen import Frozen
 from fedx_pl.losses import global_contrast, nt_xent, relational
-from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views, copy_state, mlp
+from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views, mlp
 
 _TERMS = ("local_contrast", "local_relation", "global_contrast", "global_relation")
 
@@ -43,13 +46,22 @@ class FedXOptions:
     divergence: str = field(default="jsd", metadata={"help": "jsd (Eq. 5) | authors (the released code's form)"})
     contrast: str = field(default="symmetric", metadata={"help": "symmetric (the released code's) | literal (Eq. 7)"})
     head: bool = field(default=True, metadata={"help": "the projection head h; false compares f and F directly"})
-    relation_size: int = field(default=0, metadata={"help": "images in B_r; 0 = half of optim.batch_size"})
+    relation: str = field(
+        default="batch", metadata={"help": "batch: relations to a second batch B_r | queue: to earlier steps (cheaper)"}
+    )
+    relation_size: int = field(
+        default=0, metadata={"help": "images of optim.batch_size that are B_r, or left out (queue); 0 = half"}
+    )
+    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept"})
 
     def __post_init__(self) -> None:
         known = self.divergence in ("jsd", "authors")
         require("fedx.divergence", self.divergence, known, "fedx.divergence=jsd or authors")
         known = self.contrast in ("symmetric", "literal")
         require("fedx.contrast", self.contrast, known, "fedx.contrast=symmetric or literal")
+        known = self.relation in ("batch", "queue")
+        require("fedx.relation", self.relation, known, "fedx.relation=batch or queue")
+        require("fedx.queue_size", self.queue_size, self.queue_size >= 2, "fedx.queue_size=256")
         require("fedx.tau", self.tau, self.tau > 0, "a positive number; the paper's is fedx.tau=0.1")
         weights = {name: getattr(self, name) for name in _TERMS}
         for name, weight in weights.items():
@@ -62,7 +74,7 @@ class FedXMixin(SSLMethod):
     """Adds FedX to the method that follows it in the list of base classes."""
 
     online_views = 2
-    _teacher: nn.Module | None  # F
+    _queues: tuple[Tensor, Tensor] | None  # (k, d) each: z of x~ from earlier steps, as f and as F saw them
 
     def __init__(self, *args: Any, fedx: FedXOptions | None = None, **kwargs: Any) -> None:
         """Adds the head ``h``.
@@ -74,9 +86,11 @@ class FedXMixin(SSLMethod):
         """
         super().__init__(*args, **kwargs)
         self.fedx = fedx or FedXOptions()
-        self.relation_batch = self.fedx.local_relation > 0 or self.fedx.global_relation > 0
+        self.relational = self.fedx.local_relation > 0 or self.fedx.global_relation > 0
+        self.relation_batch = self.relational and self.fedx.relation == "batch"
         self.fedx_head = mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
-        self._set_teacher(None)
+        self.global_model = Frozen()  # F
+        self._queues = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -88,65 +102,78 @@ class FedXMixin(SSLMethod):
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms, untouched but for their weight, and FedX's three."""
         w, terms = self.fedx, Loss()
+        g_second, anchors, g_anchors = self._look(batch, z)
         if w.local_contrast > 0:
             terms = terms | super().loss(batch, z) * w.local_contrast
         if w.local_relation > 0:
-            assert z.relation is not None
-            local_relation = relational(z.first, z.second, z.relation, w.tau, w.divergence)
+            assert anchors is not None
+            local_relation = relational(z.first, z.second, anchors, w.tau, w.divergence)
             terms = terms | Loss(local_relation=w.local_relation * local_relation)
         if w.global_contrast > 0 or w.global_relation > 0:
-            terms = terms | self._global_terms(batch, z)
-        return terms
-
-    def _global_terms(self, batch: Views, z: Embeddings) -> Loss:
-        w, terms = self.fedx, Loss()
-        h_first, h_second = self.fedx_head(torch.cat([z.first, z.second])).chunk(2)
-        g_second, g_relation = self._teach(batch)
-        if g_second is not None:
+            h_first, h_second = self.fedx_head(torch.cat([z.first, z.second])).chunk(2)
+        if w.global_contrast > 0:
+            assert g_second is not None
             contrast = nt_xent if w.contrast == "symmetric" else global_contrast
             terms = terms | Loss(global_contrast=w.global_contrast * contrast(h_first, g_second, w.tau))
-        if g_relation is not None:
-            global_relation = relational(h_first, h_second, g_relation, w.tau, w.divergence)
+        if w.global_relation > 0:
+            assert g_anchors is not None
+            global_relation = relational(h_first, h_second, g_anchors, w.tau, w.divergence)
             terms = terms | Loss(global_relation=w.global_relation * global_relation)
         return terms
 
-    # --- the global model F -------------------------------------------------------------------------------------------
+    def _look(self, batch: Views, z: Embeddings) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """F(x~), and what relations are taken to, as f and as F see it: z_r and F(x_r), or the two queues.
+
+        F looks only at what a term uses, in one forward pass.
+        """
+        n, w = len(batch.rows), self.fedx
+        if self.relational and not self.relation_batch:
+            return self._look_back(batch, z)
+        if w.global_contrast == 0 and w.global_relation == 0:
+            return None, z.relation, None
+        first = n if w.global_contrast > 0 else 2 * n
+        last = len(batch.stacked) if w.global_relation > 0 else 2 * n
+        g = self.global_model(batch.stacked[first:last])
+        return g[: 2 * n - first], z.relation, g[2 * n - first :]
+
+    # --- relation=queue -----------------------------------------------------------------------------------------------
+
+    def _look_back(self, batch: Views, z: Embeddings) -> tuple[Tensor | None, Tensor, Tensor]:
+        """F(x~) and both queues as they are before this step's embeddings of x~ join them."""
+        w = self.fedx
+        if self._queues is None:
+            self._queues = self._first_queues()
+        before, g_before = self._queues
+        needed = w.global_contrast > 0 or w.global_relation > 0
+        g = self.global_model(batch.second) if needed else None
+        # New tensors, not writes into the old ones: the backward pass still reads those.
+        self._queues = _join(z.second, before), g_before if g is None else _join(g, g_before)
+        return g, before, g_before
 
     @torch.no_grad()
-    def _teach(self, batch: Views) -> tuple[Tensor | None, Tensor | None]:
-        """F(x~) and F(x_r), each only if a term uses it, in one forward pass."""
-        assert self._teacher is not None, "start_round() makes the global model F"
-        second = batch.second if self.fedx.global_contrast > 0 else None
-        relation = batch.relation if self.fedx.global_relation > 0 else None
-        g = self._teacher(torch.cat([x for x in (second, relation) if x is not None]))
-        n = 0 if second is None else len(second)
-        return (None if second is None else g[:n]), (None if relation is None else g[n:])
+    def _first_queues(self) -> tuple[Tensor, Tensor]:
+        """At its first step f is F: both have the same view of some of the client's images."""
+        g = nnf.normalize(self.global_model(self.local.data.plain_sample(self.fedx.queue_size)).float(), dim=1)
+        return g, g
+
+    # --- the global model F -------------------------------------------------------------------------------------------
 
     def on_round_start(self) -> None:
         """Freezes the model that was just received as F."""
         super().on_round_start()
-        online, teacher = nn.Sequential(self.backbone, self.projector), self._teacher
-        if teacher is None:
-            teacher = copy.deepcopy(online).eval()
-            deactivate_requires_grad(teacher)
-            self._set_teacher(teacher)
-        else:  # One F per process: later rounds only copy weights.
-            copy_state(teacher.state_dict(), online.state_dict())
-        for module in teacher.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                # Before its first round the global model has no BatchNorm statistics: with the initial 0 and 1 it gives
-                # all images nearly one embedding, and pulling f there makes BYOL collapse. The batch's own serve then.
-                module.train(not module.num_batches_tracked)
+        self.global_model.refresh(nn.Sequential(self.backbone, self.projector))
+        self._queues = None
 
     def on_train_start(self) -> None:
         """Lightning has moved the module by now; F is outside of it and follows by hand."""
         super().on_train_start()
-        assert self._teacher is not None
-        self._teacher.to(self.device)
+        self.global_model.to(self.device)
 
-    def _set_teacher(self, teacher: nn.Module | None) -> None:
-        # Past nn.Module.__setattr__, which would make F a part of the tree.
-        object.__setattr__(self, "_teacher", teacher)
+
+@torch.no_grad()
+def _join(new: Tensor, queue: Tensor) -> Tensor:
+    """The newest embeddings first, the oldest fall out; normalised, so that half precision loses nothing by it."""
+    return torch.cat([nnf.normalize(new.float(), dim=1), queue])[: len(queue)]
 
 
 def with_fedx(method: type[SSLMethod]) -> type[SSLMethod]:

@@ -1,0 +1,62 @@
+"""``bound``: the network's forward and backward passes on tensors already made, and nothing else."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import matmul_dtype
+from fedx_pl.federation.plan import Plan
+from fedx_pl.mixins.fedx import FedXMixin
+
+
+class Bound:
+    """What the hardware allows for a plan's training: no data, no augmentation, no loss, no optimiser, no Trainer.
+
+    The student's network sees as many images as in the plan's steps, ``2 B + B_r``. With FedX a frozen copy in
+    eval mode sees what ``F`` has to see, ``B + B_r``. Without a relation batch (plain, queue) ``B_r`` is 0.
+    """
+
+    def __init__(self, plan: Plan, steps: int) -> None:
+        """Makes networks and inputs.
+
+        Args:
+            plan: whose network, batch sizes, device and precision count.
+            steps: forward and backward passes of one call.
+        """
+        data = plan.client_data(0, round=1)
+        self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
+        network = nn.Sequential(plan.model.backbone, plan.model.projector)
+        self.student = _own(network, plan.device).train()
+        self.teacher = _own(network, plan.device).eval() if isinstance(plan.model, FedXMixin) else None
+        shape = next(data.epoch(0)).first.shape[1:]
+        self.x = _images(2 * self.batch + relation, shape, plan.device)
+        self.seen_by_teacher = self.x[: self.batch + relation]
+        self.steps, self.precision, self.device = steps, plan.precision, plan.device
+
+    def step(self) -> None:
+        """One pass forward and backward."""
+        for parameter in self.student.parameters():
+            parameter.grad = None
+        dtype = matmul_dtype(self.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            if self.teacher is not None:
+                with torch.no_grad():
+                    self.teacher(self.seen_by_teacher)
+            loss = self.student(self.x).sum()
+        loss.backward()
+
+    def __call__(self) -> int:
+        """Runs all steps; returns the images of ``B`` they stand for."""
+        for _ in range(self.steps):
+            self.step()
+        return self.steps * self.batch
+
+
+def _own(network: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(network).to(device).to(memory_format=torch.channels_last)
+
+
+def _images(count: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """(count, C, h, w) noise in channels_last memory."""
+    return torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)

@@ -1,0 +1,102 @@
+"""Parts ``round`` (training, kNN and linear probe) and ``probe`` (the linear probe alone)."""
+
+import torch
+from torch import Tensor
+
+from benchmarks import reference
+from benchmarks.measure import Contender, best, interleave
+from benchmarks.report import Part, Row
+from benchmarks.rounds import Setting, backbone, images_of, variant, variants, whole_round
+from fedx_pl import backbones
+from fedx_pl.backbones import BackboneOptions
+from fedx_pl.data.sources import Split
+from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.federation.plan import Plan
+
+
+def whole(setting: Setting) -> Part:
+    """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
+    images, epochs = setting.few(10_000, 640), setting.few(100, 5)
+    size = [f"data.limit={images}", f"data.test_limit={images}", "federation.clients=5", "federation.rounds=1"]
+    size += ["federation.epochs=1", f"evaluation.linear.epochs={epochs}"]
+    fedx = [name for name in variants() if name != "plain"]
+    plans = {name: setting.plan(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True) for name in fedx}
+    rival, test = reference.Reference(plans["FedX"]), plans["FedX"].data.test
+    assert test is not None
+    accuracies: list[float] = []
+
+    def run_reference() -> int:
+        seen = rival()
+        accuracies.append(rival.evaluate(test, epochs))
+        return seen
+
+    contenders: dict[str, Contender] = {"reference": run_reference}
+    contenders |= {name: lambda plan=plan: whole_round(plan) for name, plan in plans.items()}  # type: ignore[misc]
+    # Minutes each: two repeats are enough where the ratio is large.
+    times = interleave(contenders, min(setting.repeats, 2), device=setting.device, say=setting.say)
+    seconds = best(times)
+    per_round = {name: per_image * images_of(plans["FedX"]) for name, per_image in seconds.items()}
+    rows = [Row("whole round against reference", seconds["reference"] / seconds["FedX"])]
+    if "FedX queue" in seconds:
+        rows.append(Row("whole round, queue, against reference", seconds["reference"] / seconds["FedX queue"]))
+    table = [{"contender": name, "s per round": per_round[name]} for name in seconds]
+    return Part(rows, times, table, {"reference linear top-1": accuracies})
+
+
+def probe(setting: Setting) -> Part:
+    """The linear probe of both on the same 512 features of an untrained network."""
+    count, epochs = setting.few(10_000, 500), setting.few(100, 5)
+    sizes = [f"data.limit={count}", f"data.test_limit={count}"]
+    plan = setting.plan(*variant("plain", batch=64), *backbone("thin"), *sizes, evaluate=True)
+    setting.say("extracting features")
+    sets = features(plan)
+    classes = len(plan.data.classes)
+    accuracies: dict[str, list[float]] = {"reference": [], "ours": []}
+    on_cpu = [tensor.cpu() for tensor in sets]
+
+    def run_reference() -> int:
+        accuracies["reference"].append(reference.linear_probe(*on_cpu, epochs=epochs, device=setting.device))
+        return epochs * len(sets[0])
+
+    def run_ours() -> int:
+        seed = len(accuracies["ours"])
+        found = linear_probe(*sets, classes=classes, options=LinearOptions(epochs=epochs), seed=seed)
+        accuracies["ours"].append(found.top1)
+        return epochs * len(sets[0])
+
+    times = interleave(
+        {"reference": run_reference, "ours": run_ours}, setting.repeats, device=setting.device, say=setting.say
+    )
+    seconds = best(times)
+    mean = {name: sum(values) / len(values) for name, values in accuracies.items()}
+    rows = [
+        Row("linear probe against reference", seconds["reference"] / seconds["ours"]),
+        Row("linear probe, accuracy apart from the reference's", abs(mean["ours"] - mean["reference"]), "points"),
+    ]
+    table = [
+        {"contender": name, "s": seconds[name] * epochs * len(sets[0]), "linear top-1": mean[name]} for name in seconds
+    ]
+    return Part(rows, times, table, {"linear top-1": accuracies})
+
+
+def features(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(N, 512) features and (N,) labels of the train, then of the test images.
+
+    The network is untrained, but BatchNorm has seen images: enough for a linear probe to be far above chance.
+    """
+    torch.manual_seed(0)
+    # 512 features at an eighth of ResNet-18's price.
+    network = backbones.build(BackboneOptions("resnet10", width=64, stem="half"), channels=3, image_size=32)
+    network = network.to(plan.device).to(memory_format=torch.channels_last).train()
+    with torch.no_grad():
+        for _ in range(5):
+            network(plan.augment.plain(torch.from_numpy(plan.data.train.images[:500]).to(plan.device)))
+
+    def of(split: Split | None) -> tuple[Tensor, Tensor]:
+        assert split is not None
+        assert split.labels is not None
+        labels = torch.from_numpy(split.labels).to(plan.device)
+        return extract(network, split.images, plan.augment.plain), labels
+
+    return (*of(plan.data.train), *of(plan.data.test))

@@ -1,0 +1,137 @@
+"""``lightly``: SimCLR as in lightly's documented PyTorch Lightning example, for local training throughput."""
+
+import logging
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from lightly.loss import NTXentLoss
+from lightly.models.modules import SimCLRProjectionHead
+from lightly.transforms import SimCLRTransform
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.measure import Contender, Lap, best, interleave, synchronise
+from benchmarks.report import Part, Row
+from benchmarks.rounds import Setting, backbone, variant
+from fedx_pl import backbones
+from fedx_pl.data.sources import Split
+from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.federation.plan import Plan
+
+BATCH = 64
+AHEAD = 8  # Batches beyond the timed ones, so that loader workers are busy to the end, as in a long epoch.
+
+
+class LightlySimCLR(pl.LightningModule):
+    """The example's module on our backbone: two forward passes, lightly's head and loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        side, channels = plan.data.train.images.shape[2:]
+        self.backbone = backbones.build(plan.config.backbone, channels=channels, image_size=side)
+        model = plan.model
+        self.projection_head = SimCLRProjectionHead(model.feature_dim, model.hidden_dim, model.embed_dim)
+        self.criterion = NTXentLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, C, h, w) -> (n, d)."""
+        return self.projection_head(self.backbone(x).flatten(start_dim=1))
+
+    def training_step(self, batch: tuple[list[Tensor], Tensor], batch_index: int) -> Tensor:
+        """NT-Xent of the two views."""
+        x0, x1 = batch[0]
+        return self.criterion(self.forward(x0), self.forward(x1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The example's."""
+        return torch.optim.SGD(self.parameters(), lr=0.06)
+
+
+class _Images(Dataset):
+    """What torchvision's CIFAR10 gives: a PIL image through the transform, and its label."""
+
+    def __init__(self, split: Split, transform: SimCLRTransform) -> None:
+        self.images: np.ndarray = split.images
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: int) -> tuple[Any, int]:
+        return self.transform(Image.fromarray(self.images[i])), 0
+
+
+class _Clock(pl.Callback):
+    """Times the steps after the first: starting Trainer and workers is not counted against the rival."""
+
+    def __init__(self, last: int, device: torch.device) -> None:
+        self.last, self.device = last, device
+        self.seconds = 0.0
+        self._done, self._started = 0, 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._done += 1
+        if self._done == 1:
+            synchronise(self.device)
+            self._started = time.perf_counter()
+        elif self._done == self.last:
+            synchronise(self.device)
+            self.seconds = time.perf_counter() - self._started
+
+
+def lightly(plan: Plan, steps: int, workers: int) -> Contender:
+    """The rival on a plan's images, with ``workers`` loader processes; one call is ``steps`` timed steps."""
+    module = LightlySimCLR(plan)
+    dataset = _Images(plan.data.train, SimCLRTransform(input_size=plan.data.train.images.shape[1], gaussian_blur=0.0))
+
+    def run() -> Lap:
+        clock = _Clock(steps + 1, plan.device)
+        loader = DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers)
+        trainer = pl.Trainer(
+            max_steps=steps + 1, max_epochs=-1, devices=1, callbacks=[clock], logger=False, enable_checkpointing=False,
+            accelerator="gpu" if plan.device.type == "cuda" else "cpu", precision=plan.precision,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Advice about workers, which are varied here, at every fit.
+            trainer.fit(module, train_dataloaders=loader)
+        return Lap(steps * BATCH, clock.seconds)
+
+    return run
+
+
+def ours(plan: Plan) -> Contender:
+    """Local training of one client, start of the Trainer included."""
+    trainer = LocalTrainer(plan.model, plan.device, plan.precision)
+
+    def run() -> int:
+        data = plan.client_data(0, round=1)
+        trainer.run(RoundContext(1, 1, 1, 0, plan.model.shared_state(), "average"), 0, data, None)
+        return len(data) * data.views_size
+
+    return run
+
+
+def measure(setting: Setting) -> Part:
+    """SimCLR on one client, both networks; lightly with and without loader workers, its better one counts."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # It greets at every fit.
+    part = Part()
+    for network, full in (("thin", 20), ("resnet18", 3)):
+        steps = setting.few(full, 2)
+        common = [*variant("plain", BATCH), *backbone(network), "recipe=strong", "federation.clients=1"]
+        mine = setting.plan(*common, f"data.limit={steps * BATCH}")
+        theirs = setting.plan(*common, f"data.limit={(steps + AHEAD) * BATCH}")
+        contenders = {f"{network}: ours": ours(mine)}
+        contenders |= {f"{network}: lightly, {w} workers": lightly(theirs, steps, w) for w in (0, 2)}
+        times = interleave(contenders, setting.repeats, device=setting.device, say=setting.say)
+        found = best(times)
+        fastest = min(seconds for name, seconds in found.items() if "lightly" in name)
+        part.rows.append(Row(f"{network}: SimCLR against lightly", fastest / found[f"{network}: ours"]))
+        part.contenders += [{"contender": name, "images/s": 1 / seconds} for name, seconds in found.items()]
+        part.times |= times
+    return part

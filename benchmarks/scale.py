@@ -1,0 +1,115 @@
+"""Part ``scale``: a thousand clients against ten, in memory and in time per client.
+
+``python -m benchmarks.scale CLIENTS ROUNDS [key=value ...]`` prints the peak memory of such a run: memory is measured
+in a process of its own, since a process never gives its peak back.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Part, Row
+from benchmarks.rounds import Setting, backbone, run, variant
+from fedx_pl.data.module import ClientData
+from fedx_pl.federation.plan import Plan
+
+FEW, PER_ROUND, ROUNDS = 10, 10, 3
+IMAGES_EACH = 50  # of a client in the comparison of times
+
+
+class OneStep(Plan):
+    """A plan whose clients train on their first batch only: the peak is reached in one step, the rest is time."""
+
+    def client_data(self, client: int, round: int) -> ClientData:
+        """The first images of the client."""
+        data = super().client_data(client, round)
+        return replace(data, index=data.index[: data.views_size])
+
+
+def measure(setting: Setting) -> Part:
+    """Both comparisons."""
+    part = Part()
+    many = setting.few(1000, 40)
+    _memory(setting, part, many)
+    _time(setting, part, many)
+    return part
+
+
+def _memory(setting: Setting, part: Part, many: int) -> None:
+    """Same images, ten clients train in a round, BYOL with its private targets; the smaller of two peaks counts."""
+    found: dict[int, list[dict[str, float]]] = {FEW: [], many: []}
+    for _ in range(setting.few(2, 1)):
+        for clients, runs in found.items():
+            setting.say(f"peak memory of {clients} clients")
+            runs.append(_in_a_process(setting, clients))
+    part.facts["peak memory"] = {f"{clients} clients": runs for clients, runs in found.items()}
+    peaks = {clients: min(run["peak_mb"] for run in runs) for clients, runs in found.items()}
+    part.rows.append(Row("peak memory, many clients / few", peaks[many] / peaks[FEW]))
+    part.notes.append(f"many: {many} clients, peak {peaks[many]:.0f} MB; few: {FEW} clients, {peaks[FEW]:.0f} MB")
+
+
+def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(clients),
+        str(ROUNDS),
+        *setting.overrides,
+        f"run.device={setting.device}",
+    ]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str, float]:
+    """Runs a few rounds of BYOL without evaluation and says how much memory this process has ever held, in MB."""
+    device = torch.device(next(o for o in overrides if o.startswith("run.device=")).partition("=")[2])
+    plan = Setting(device, overrides=tuple(overrides)).plan(
+        "method=byol", *backbone("thin"), "optim.batch_size=32", f"federation.clients={clients}",
+        f"federation.fraction={PER_ROUND / clients}", f"federation.rounds={rounds}", "federation.epochs=1",
+    )  # fmt: skip
+    run(OneStep(**{item.name: getattr(plan, item.name) for item in fields(Plan)}))
+    unit = 1e6 if sys.platform == "darwin" else 1e3  # bytes there, kilobytes elsewhere
+    gpu = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
+    return {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, "gpu_mb": gpu}
+
+
+def _time(setting: Setting, part: Part, many: int) -> None:
+    """Clients of 50 images, all of which train: FedX on SimCLR; short rounds of few clients around one of many."""
+
+    def plan(clients: int) -> Plan:
+        size = [f"data.limit={clients * IMAGES_EACH}", f"federation.clients={clients}", "federation.rounds=1"]
+        return setting.plan(*variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1")
+
+    few, plans = f"{FEW} clients", {clients: plan(clients) for clients in (FEW, many)}
+    times: dict[str, list[float]] = {few: [], f"{many} clients": []}
+    for clients in [FEW] * setting.few(4, 2) + [many] + [FEW] * setting.few(3, 1):
+        setting.say(f"a round of {clients} clients")
+        rows, display = run(plans[clients])
+        times[f"{clients} clients"].append(rows[-1]["train_seconds"] / clients)
+        if clients == many:
+            tenth = max(1, many // 10)
+            marks = display.clients[::tenth]
+            part.facts["seconds per client along the round of many"] = [
+                (end - start) / tenth for start, end in pairwise(marks)
+            ]
+    part.times |= times
+    seconds = {name: min(values) for name, values in times.items()}
+    part.rows.append(Row("round time per client, many clients / few", seconds[f"{many} clients"] / seconds[few]))
+    part.contenders = [{"contender": name, "ms per client": 1e3 * value} for name, value in seconds.items()]
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak_memory(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))

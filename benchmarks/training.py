@@ -1,0 +1,97 @@
+"""Parts ``training-resnet18`` and ``training-thin``: local training and averaging, no evaluation."""
+
+from typing import Any
+
+from benchmarks.bound import Bound
+from benchmarks.measure import Contender, best, flops, interleave, matmul_dtype, matmul_speed
+from benchmarks.reference import Reference
+from benchmarks.report import Part, Row
+from benchmarks.rounds import Setting, backbone, training_round, variant, variants
+from fedx_pl.federation.plan import Plan
+
+CLIENTS = 2
+
+
+def resnet18(setting: Setting) -> Part:
+    """The paper's network and batch."""
+    return measure(setting, "resnet18", batch=64, steps=setting.few(3, 1))
+
+
+def thin(setting: Setting) -> Part:
+    """The network of the cpu profile, with the paper's batch and with the profile's own."""
+    part = measure(setting, "thin", batch=64, steps=setting.few(20, 2))
+    own = measure(setting, "thin", batch=32, steps=setting.few(20, 2))
+    part.rows += own.rows
+    part.contenders += own.contenders
+    part.times |= own.times
+    part.facts |= own.facts
+    return part
+
+
+def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
+    """Reference, ours, plain and their bounds on the same images.
+
+    Args:
+        setting: of the benchmark.
+        network: ``resnet18`` or ``thin``.
+        batch: images in ``B``, and in ``B_r`` where there is one.
+        steps: of each client in a repeat.
+    """
+    label = f"{network} {batch}+{batch}"
+    size = [f"data.limit={CLIENTS * steps * batch}", f"federation.clients={CLIENTS}"]
+    once = ["federation.rounds=1", "federation.epochs=1"]
+    plans = {name: setting.plan(*variant(name, batch), *backbone(network), *size, *once) for name in variants()}
+    bounds = {name: Bound(plan, CLIENTS * steps) for name, plan in plans.items()}
+    contenders: dict[str, Contender] = {"reference": Reference(plans["FedX"])}
+    for name, plan in plans.items():
+        contenders |= {name: lambda plan=plan: training_round(plan), f"bound {name}": bounds[name]}  # type: ignore[misc]
+    memory: dict[str, float] = {}
+    times = interleave(
+        contenders,
+        setting.repeats,
+        device=setting.device,
+        memory=memory,
+        say=lambda line: setting.say(f"{label}, {line}"),
+    )
+    part = Part(_rows(label, best(times)), {f"{label}: {name}": values for name, values in times.items()})
+    part.facts = {f"{label}: FLOPs of a step": {name: flops(bound.step) for name, bound in bounds.items()}}
+    part.contenders = _contenders(label, plans, bounds, best(times), memory, part.facts)
+    return part
+
+
+def _rows(label: str, seconds: dict[str, float]) -> list[Row]:
+    """Ratios of the best times."""
+    fedx = [name for name in seconds if name.startswith("FedX")]
+    against = [Row(f"{label}: {name} against reference", seconds["reference"] / seconds[name]) for name in fedx]
+    bound = [Row(f"{label}: {name} / bound", seconds[f"bound {name}"] / seconds[name]) for name in [*fedx, "plain"]]
+    cost = [Row(f"{label}: {name}, cost over plain", seconds[name] / seconds["plain"]) for name in fedx]
+    return against + bound + cost
+
+
+def _contenders(
+    label: str,
+    plans: dict[str, Plan],
+    bounds: dict[str, Bound],
+    seconds: dict[str, float],
+    memory: dict[str, float],
+    facts: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Speed of each contender; its MFU is the FLOPs its step needs over what a large matrix product reaches."""
+    plan = plans["FedX"]
+    peak = matmul_speed(plan.device, matmul_dtype(plan.precision))
+    facts[f"{label}: matrix product, FLOP/s"] = peak
+    needed: dict[str, int] = facts[f"{label}: FLOPs of a step"]
+    table = []
+    for name, per_image in seconds.items():
+        variant_name = "FedX" if name == "reference" else name.removeprefix("bound ")
+        per_step = per_image * bounds[variant_name].batch
+        table.append(
+            {
+                "contender": f"{label}: {name}",
+                "ms per step": 1e3 * per_step,
+                "images/s": 1 / per_image,
+                "MFU, % of own matmul speed": 100 * needed[variant_name] / per_step / peak,
+                "GPU MB": memory.get(name),
+            }
+        )
+    return table
