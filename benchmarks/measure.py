@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedx_pl.allocator import keep_freed_memory
+
 CPU = torch.device("cpu")
 
 
@@ -59,6 +61,19 @@ def interleave(
             if memory is not None and device.type == "cuda":
                 memory[name] = max(memory.get(name, 0.0), torch.cuda.max_memory_allocated(device) / 1e6)
     return times
+
+
+def as_usual(run: Contender) -> Contender:
+    """A contender that does not profit from how we set the C library's allocator for the process."""
+
+    def wrapped() -> int | Lap:
+        keep_freed_memory(False)
+        try:
+            return run()
+        finally:
+            keep_freed_memory()
+
+    return wrapped
 
 
 def best(times: Mapping[str, list[float]]) -> dict[str, float]:

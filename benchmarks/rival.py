@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Contender, Lap, best, interleave, synchronise
+from benchmarks.measure import Contender, Lap, as_usual, best, interleave, synchronise
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, variant
 from fedx_pl import backbones
@@ -94,7 +94,7 @@ def lightly(plan: Plan, steps: int, workers: int) -> Contender:
         loader = DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers)
         trainer = pl.Trainer(
             max_steps=steps + 1, max_epochs=-1, devices=1, callbacks=[clock], logger=False, enable_checkpointing=False,
-            accelerator="gpu" if plan.device.type == "cuda" else "cpu", precision=plan.precision,
+            accelerator="gpu" if plan.device.type == "cuda" else "cpu", precision=plan.precision,  # type: ignore[arg-type]
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def measure(setting: Setting) -> Part:
         mine = setting.plan(*common, f"data.limit={steps * BATCH}")
         theirs = setting.plan(*common, f"data.limit={(steps + AHEAD) * BATCH}")
         contenders = {f"{network}: ours": ours(mine)}
-        contenders |= {f"{network}: lightly, {w} workers": lightly(theirs, steps, w) for w in (0, 2)}
+        contenders |= {f"{network}: lightly, {w} workers": as_usual(lightly(theirs, steps, w)) for w in (0, 2)}
         times = interleave(contenders, setting.repeats, device=setting.device, say=setting.say)
         found = best(times)
         fastest = min(seconds for name, seconds in found.items() if "lightly" in name)

@@ -37,6 +37,7 @@ _ALL = [
     *_training("resnet18 64+64", 1.7, 2.8),
     *_training("thin 64+64", 2.5, 3.5),
     *_training("thin 32+32", 2.5, 3.5),
+    *_training("thin-cifar 64+64", 2.5, 3.5),
     Target("whole round against reference", 5.0, ">="),
     Target("resnet18: SimCLR against lightly", 1.2, ">="),
     Target("thin: SimCLR against lightly", 2.0, ">="),

@@ -16,7 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.bound import Bound
 from benchmarks.measure import Lap, best, flops, interleave
 from benchmarks.report import Part, Row, save
-from benchmarks.rounds import Setting, images_of, training_round, variant, variants
+from benchmarks.rounds import VARIANTS, Setting, images_of, training_round, variant
 from benchmarks.targets import TARGETS, Target
 from helpers import data_for, make_model, start
 
@@ -150,7 +150,7 @@ def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str
     assert all(math.isfinite(loss) for loss in theirs.losses)
 
 
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", VARIANTS)
 def test_bound_passes_as_many_images_as_training(thin_and_few: list[str], name: str) -> None:
     """B = B_r = 16: the student sees x, x~ and, but for the queue, x_r; F sees x~ and x_r."""
     student, teacher = {"FedX": (48, 32), "FedX queue": (32, 16), "plain": (32, None)}[name]

@@ -79,7 +79,7 @@ def test_paths_may_hold_any_character() -> None:
         (["rounds=2"], "did you mean 'federation.rounds'"),
         (["method=byol", "method.momentm=1"], "did you mean 'method.momentum'"),
         (["data=cifr10"], "did you mean data=cifar10"),
-        (["profile=mini!"], "Known: cpu, paper"),
+        (["profile=mini!"], "Known: cpu, mini, paper"),
         (["method=byo"], "did you mean method=byol"),
         (["method=no.such.module:Thing"], "cannot import no.such.module"),
         (["method=simsiam:Sim"], "it has SimSiam, FedXSimSiam"),

@@ -76,6 +76,9 @@ class RunOptions:
     )
     device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | cuda:1 ..."})
     threads: int = field(default=0, metadata={"help": "CPU threads; 0 = torch's choice"})
+    compile: bool = field(
+        default=False, metadata={"help": "torch.compile the networks: for long runs on a GPU; needs a C++ compiler"}
+    )
     keep: int = field(default=2, metadata={"help": "checkpoints kept"})
     resident_gb: float = field(default=4.0, metadata={"help": "images up to this size stay on the training device"})
     client_curves: int = field(default=10, metadata={"help": "clients with loss curves of their own in TensorBoard"})

@@ -20,6 +20,7 @@ class Frozen:
         """Starts empty; `refresh` makes the copy."""
         self.network: nn.Module | None = None
         self._pairs: list[tuple[str, str]] | None = None  # names of a layer and the BatchNorm folded into it
+        self._compiled = False
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,6 +48,8 @@ class Frozen:
                 folded = self.network.get_submodule(layer)
                 if folded.bias is None:
                     folded.bias = nn.Parameter(folded.weight.new_zeros(len(folded.weight)), requires_grad=False)
+            if self._compiled:
+                self.network.compile()
         folded_names = {f"{layer}.{kind}" for layer, _ in self._pairs for kind in ("weight", "bias")}
         mine, theirs = self.network.state_dict(), source.state_dict()
         plain = [name for name in mine if name not in folded_names]
@@ -54,6 +57,12 @@ class Frozen:
             torch._foreach_copy_([mine[name] for name in plain], [theirs[name] for name in plain])
         for layer, norm in self._pairs:
             _fold(theirs, layer, norm, source.get_submodule(norm).eps, mine)  # type: ignore[arg-type]
+
+    def compile(self) -> None:
+        """Runs the copy through `torch.compile` from now on; not that of round 1, which lasts for one round."""
+        self._compiled = True
+        if self.network is not None and self._pairs is not None:
+            self.network.compile()
 
     def to(self, device: torch.device) -> None:
         """Moves the copy."""

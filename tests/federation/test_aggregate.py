@@ -30,6 +30,13 @@ def test_weights_belong_to_the_clients_that_took_part_and_sum_to_one() -> None:
     assert average.result()["w"][0, 0].item() == pytest.approx(5.0)
 
 
+def test_huge_but_finite_values_are_no_infinity() -> None:
+    """Their float32 sum overflows, their mean does not."""
+    average = FedAvg(state(0))
+    average.add(state(3e38), 1)
+    assert average.result()["w"].isfinite().all()
+
+
 def test_integer_buffers_keep_their_dtype() -> None:
     average = FedAvg(state(0))
     average.add(state(0, steps=10), 1)

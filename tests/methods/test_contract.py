@@ -152,11 +152,11 @@ def test_one_client_round_equals_a_hand_written_loop_to_the_bit(name: str) -> No
         torch.testing.assert_close(update[key], tensor, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("name", ["simclr", "byol-fedx"])
+@pytest.mark.parametrize("name", ["simclr", "byol"])
 def test_the_fused_optimiser_and_ema_change_nothing_but_rounding(name: str) -> None:
     update, by_hand = by_trainer_and_by_hand(name, fused=False)
     for key, tensor in by_hand.items():
-        torch.testing.assert_close(update[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+        torch.testing.assert_close(update[key], tensor, rtol=1e-3, atol=1e-4, msg=key)
 
 
 def by_trainer_and_by_hand(name: str, *, fused: bool) -> tuple[State, State]:

@@ -33,7 +33,7 @@ class FedAvg:
             reference: the state every update must match in names, shapes and dtypes: the current global state.
         """
         self._reference = {name: tensor.detach() for name, tensor in reference.items()}
-        self._sums: State = {}
+        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
         self.num_images = 0
         self.num_clients = 0
 
@@ -49,9 +49,8 @@ class FedAvg:
                 positive. The average is as before.
         """
         self._check(state, num_images)
-        for name, tensor in state.items():
-            weighted = tensor.detach().to(torch.float64) * num_images
-            self._sums[name] = self._sums[name].add_(weighted) if name in self._sums else weighted
+        # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
+        torch._foreach_add_(self._sums, [state[name].detach() for name in self._reference], alpha=num_images)
         self.num_images += num_images
         self.num_clients += 1
 
@@ -59,10 +58,11 @@ class FedAvg:
         """The average in the dtypes of the reference; integer buffers (BatchNorm's step counter) are rounded."""
         if not self.num_clients:
             raise ValueError("no update was added")
-        return {name: self._mean(name, reference) for name, reference in self._reference.items()}
+        sums = zip(self._reference.items(), self._sums, strict=True)
+        return {name: self._mean(total, reference) for (name, reference), total in sums}
 
-    def _mean(self, name: str, reference: Tensor) -> Tensor:
-        mean = self._sums[name] / self.num_images
+    def _mean(self, total: Tensor, reference: Tensor) -> Tensor:
+        mean = total / self.num_images
         return (mean if reference.is_floating_point() else mean.round()).to(reference.dtype)
 
     def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
@@ -78,5 +78,10 @@ class FedAvg:
                 raise BadUpdate(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(reference.shape)}")
             if tensor.dtype != reference.dtype:
                 raise BadUpdate(f"{name} is {tensor.dtype}, expected {reference.dtype}")
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise BadUpdate(f"{name} holds NaN or infinity")
+        floating = {name: state[name] for name, tensor in self._reference.items() if tensor.is_floating_point()}
+        # NaN and infinity survive a sum, which is far cheaper than a look at each value, and one question to the device
+        # for all tensors. Huge but finite values may overflow it, so a bad sum is only a reason to look closer.
+        if floating and not torch.isfinite(torch.stack([tensor.sum() for tensor in floating.values()])).all():
+            for name, tensor in floating.items():
+                if not torch.isfinite(tensor).all():
+                    raise BadUpdate(f"{name} holds NaN or infinity")

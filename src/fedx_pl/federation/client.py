@@ -11,6 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fedx_pl.data.module import ClientData, LocalEpochs
@@ -59,17 +60,25 @@ class LocalTrainer:
     """Runs clients one after the other on one model instance, with a new Lightning `Trainer` for each."""
 
     def __init__(
-        self, model: SSLMethod, device: torch.device, precision: str, tick: Callable[[], None] = lambda: None
+        self,
+        model: SSLMethod,
+        device: torch.device,
+        precision: str,
+        tick: Callable[[], None] = lambda: None,
+        compile: bool = False,
     ) -> None:
         """Keeps what is shared by all fits.
 
         Args:
-            model: takes every client's weights in turn.
+            model: takes every client's weights in turn; it moves to the device and stays there.
             device: where it trains.
             precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
             tick: called after every step.
+            compile: `torch.compile` the networks, once: later clients only copy weights in.
         """
-        self.model = model
+        self.model = model.to(device)
+        if compile:
+            model.compile_networks()
         self.device = device
         self.precision = precision
         self.tick = tick
@@ -102,6 +111,7 @@ class LocalTrainer:
             max_epochs=epochs,
             accelerator="gpu" if self.device.type == "cuda" else self.device.type,
             devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
+            strategy=_StayOnDevice(self.device),
             precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
             plugins=self._plugins or None,
             callbacks=[_Tick(self.tick)],
@@ -157,6 +167,13 @@ def batchnorm_statistics(model: SSLMethod) -> State:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module_name.split(".")[0] not in private
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+class _StayOnDevice(SingleDeviceStrategy):
+    """Leaves the module where it is after a fit; Lightning would move it to the CPU and empty the GPU's cache."""
+
+    def teardown(self) -> None:
+        self.precision_plugin.teardown()
 
 
 class _Tick(pl.Callback):

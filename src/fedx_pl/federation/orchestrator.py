@@ -66,12 +66,13 @@ class Orchestrator:
         self.plan, self.display = plan, display
         self.folder = plan.config.run_folder
         self.checkpoints = Checkpoints(self.folder, plan.config.run.keep)
-        self.state, self.global_state = self._open()
+        self.state, global_state = self._open()
+        self.global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
 
     def run(self) -> Result:
         """Trains to the last round; everything of a finished round is on disk before the next begins."""
         config, plan = self.plan.config, self.plan
-        trainer = LocalTrainer(plan.model, plan.device, plan.precision, self.display.step)
+        trainer = LocalTrainer(plan.model, plan.device, plan.precision, self.display.step, config.run.compile)
         with RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
             self._introduce(writer)
             for round in range(self.state.round + 1, config.federation.rounds + 1):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedx_pl import backbones, methods
+from fedx_pl.allocator import keep_freed_memory
 from fedx_pl.config import Config
 from fedx_pl.data import partition, sources
 from fedx_pl.data.augment import Augment
@@ -113,6 +114,8 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     device = resolve_device(config.run.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     data = sources.load(config.data, seed=config.seed, report=report)
     train, images = data.train, data.train.images
     clients = partition.make(

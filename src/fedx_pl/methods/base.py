@@ -229,6 +229,11 @@ class SSLMethod(pl.LightningModule):
         z = self.embed(batch.stacked)
         return Embeddings(z[:n], z[n : 2 * n], z[2 * n :] if batch.relation is not None else None)
 
+    def compile_networks(self) -> None:
+        """Runs everything that sees images through `torch.compile` from now on; names and weights stay as they are."""
+        for network in (self.backbone, *(pair.target for pair in self.ema_pairs())):
+            network.compile()
+
     # --- state that travels and state that stays ----------------------------------------------------------------------
 
     def shared_state(self) -> State:

@@ -156,6 +156,11 @@ class FedXMixin(SSLMethod):
         g = nnf.normalize(self.global_model(self.local.data.plain_sample(self.fedx.queue_size)).float(), dim=1)
         return g, g
 
+    def compile_networks(self) -> None:
+        """F too."""
+        super().compile_networks()
+        self.global_model.compile()
+
     # --- the global model F -------------------------------------------------------------------------------------------
 
     def on_round_start(self) -> None:

@@ -1,0 +1,44 @@
+"""run.compile=true: the same losses, compiled once and reused by copying weights."""
+
+import shutil
+
+import pytest
+import torch
+from helpers import data_for, make_model
+
+from fedx_pl.evaluation.features import extract
+from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.methods import BYOL
+from fedx_pl.mixins import with_fedx
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+    pytest.mark.slow,
+]
+
+
+def test_compiled_networks_give_the_same_losses_and_are_compiled_once() -> None:
+    """Three rounds of two clients; after round 2, when F has statistics and is compiled, nothing is compiled again.
+
+    Both ways start each round from the same state: rounding grows with every step that follows it.
+    """
+    losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    states = [make_model(with_fedx(BYOL)).shared_state()]
+    for compile in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = make_model(with_fedx(BYOL))
+        trainer = LocalTrainer(model, torch.device("cpu"), "32-true", compile=compile)
+        compiled = []
+        for round in (1, 2, 3):
+            context = RoundContext(round, 3, 1, 0, states[round - 1], "average")
+            updates = [trainer.run(context, c, data_for(model, images=40 + c, seed=c), None) for c in (0, 1)]
+            losses[compile] += [update.losses for update in updates]
+            states.append(updates[0].state)  # The eager ones come first, and are used both times.
+            # Evaluation between rounds must not compile either.
+            images = torch.zeros(5, 16, 16, 3, dtype=torch.uint8)
+            extract(model.backbone, images, lambda x: x.permute(0, 3, 1, 2).float())
+            compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert (compiled[0] > 0) == compile
+        assert compiled[2] == compiled[1]
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-3, atol=1e-3)
