@@ -11,7 +11,7 @@ METHODS := simclr moco byol protocl fedu
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format tensorboard clean $(RUNS)
+.PHONY: help install test test-fast lint format bench tensorboard clean $(RUNS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
@@ -42,6 +42,9 @@ lint: .venv/installed-dev  ## ruff and mypy
 format: .venv/installed-dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: .venv/installed  ## How fast a round is, against a reference, the hardware's bound and a rival (half an hour)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## Remove the environment and caches; data/ and runs/ stay
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -118,6 +118,6 @@ def _fold(source: State, layer: str, norm: str, eps: float, into: State) -> None
     if f"{norm}.weight" in source:
         scale = scale * source[f"{norm}.weight"]
     weight = source[f"{layer}.weight"]
-    into[f"{layer}.weight"].copy_(weight * scale.view(-1, *[1] * (weight.dim() - 1)))
+    torch.mul(weight, scale.view(-1, *[1] * (weight.dim() - 1)), out=into[f"{layer}.weight"])
     shift = source.get(f"{layer}.bias", 0) - source[f"{norm}.running_mean"]
     into[f"{layer}.bias"].copy_(shift * scale + source.get(f"{norm}.bias", 0))
