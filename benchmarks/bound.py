@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 from benchmarks.measure import matmul_dtype
 from fedx_pl.federation.plan import Plan
+from fedx_pl.frozen import Frozen
 from fedx_pl.mixins.fedx import FedXMixin
 
 
 class Bound:
     """What the hardware allows for a plan's training: no data, no augmentation, no loss, no optimiser, no Trainer.
 
-    The student's network sees as many images as in the plan's steps, ``2 B + B_r``. With FedX a frozen copy in
-    eval mode sees what ``F`` has to see, ``B + B_r``. Without a relation batch (plain, queue) ``B_r`` is 0.
+    The student's network sees as many images as in the plan's steps, ``2 B + B_r``. With FedX its head ``h`` sees the
+    ``2 B``, and a frozen copy in eval mode what ``F`` has to see, ``B + B_r``. Without a relation batch (plain, queue)
+    ``B_r`` is 0.
     """
 
     def __init__(self, plan: Plan, steps: int) -> None:
@@ -28,7 +30,12 @@ class Bound:
         self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
         network = nn.Sequential(plan.model.backbone, plan.model.projector)
         self.student = _own(network, plan.device).train()
-        self.teacher = _own(network, plan.device).eval() if isinstance(plan.model, FedXMixin) else None
+        self.teacher: Frozen | None = None
+        self.head: nn.Module | None = None
+        if isinstance(plan.model, FedXMixin):
+            self.teacher = Frozen()  # Folded like ours: a slower one would be no bound.
+            self.teacher.refresh(_own(network, plan.device))
+            self.head = _own(plan.model.fedx_head, plan.device).train()
         shape = next(data.epoch(0)).first.shape[1:]
         self.x = _images(2 * self.batch + relation, shape, plan.device)
         self.seen_by_teacher = self.x[: self.batch + relation]
@@ -36,14 +43,15 @@ class Bound:
 
     def step(self) -> None:
         """One pass forward and backward."""
-        for parameter in self.student.parameters():
-            parameter.grad = None
+        self.student.zero_grad()
+        if self.head is not None:
+            self.head.zero_grad()
         dtype = matmul_dtype(self.precision)
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             if self.teacher is not None:
-                with torch.no_grad():
-                    self.teacher(self.seen_by_teacher)
-            loss = self.student(self.x).sum()
+                self.teacher(self.seen_by_teacher)
+            z = self.student(self.x)
+            loss = z.sum() if self.head is None else z.sum() + self.head(z[: 2 * self.batch]).sum()
         loss.backward()
 
     def __call__(self) -> int:

@@ -41,7 +41,7 @@ def interleave(
         repeats: how often each runs.
         device: waited for before the clock is read.
         say: told before each run.
-        memory: if given and the device is a GPU, takes each contender's peak in MB.
+        memory: if given and the device is a GPU, takes each contender's peak in MB, above what all of them keep.
 
     Returns:
         Seconds per image of every repeat, by contender; compare `best` of each.
@@ -53,13 +53,15 @@ def interleave(
             synchronise(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
+                resting = torch.cuda.memory_allocated(device)
             started = time.perf_counter()
             done = run()
             synchronise(device)
             lap = done if isinstance(done, Lap) else Lap(done, time.perf_counter() - started)
             times[name].append(lap.seconds / lap.images)
             if memory is not None and device.type == "cuda":
-                memory[name] = max(memory.get(name, 0.0), torch.cuda.max_memory_allocated(device) / 1e6)
+                peak = torch.cuda.max_memory_allocated(device) - resting
+                memory[name] = max(memory.get(name, 0.0), peak / 1e6)
     return times
 
 

@@ -107,7 +107,7 @@ def lightly(plan: Plan, steps: int, workers: int) -> Contender:
 
 def ours(plan: Plan) -> Contender:
     """Local training of one client, start of the Trainer included."""
-    trainer = LocalTrainer(plan.model, plan.device, plan.precision)
+    trainer = LocalTrainer(plan.model, plan.device, plan.precision, compile=plan.config.run.compile)
 
     def run() -> int:
         data = plan.client_data(0, round=1)

@@ -85,12 +85,78 @@ def test_a_network_that_cannot_be_traced_runs_unfolded() -> None:
     check_without_folding(Branching())
 
 
-def check_without_folding(source: nn.Module) -> None:
-    source(torch.randn(8, 4))
-    frozen, x = Frozen(), torch.randn(8, 4)
+def check_without_folding(source: nn.Module, *shape: int) -> None:
+    """Equal to the source in eval mode, before and after a refresh."""
+    frozen, x = Frozen(), torch.randn(8, *(shape or (4,)))
+    for _ in range(2):
+        source.train()(torch.randn(8, *(shape or (4,))) * 2 + 1)
+        frozen.refresh(source)
+        torch.testing.assert_close(frozen(x), expected(source, x))
+    assert any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in frozen.network.modules())
+
+
+def test_what_a_trace_cannot_show_is_found_on_the_first_batch() -> None:
+    """Tied weights; a mode-dependent forward; BatchNorm over another axis than the layer's output."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.other = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+            self.other.weight = self.layer.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x)) + self.other(x)
+
+    class Sequence(nn.Sequential):
+        pass
+
+    check_without_folding(Tied())
+    check_without_folding(Sequence(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4, 4)
+    check_without_folding(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)))
+
+
+def test_a_network_that_changes_with_its_mode_is_folded_as_it_runs() -> None:
+    class Modal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return self.norm(y) if self.training else self.norm(y) + y
+
+    check_without_folding(Modal())
+
+
+def test_a_batchnorm_that_is_never_used_holds_nobody_up() -> None:
+    """Its counter stays 0, the others use their statistics all the same."""
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.spare = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x))
+
+    check_without_folding(Spare())
+
+
+def test_two_refreshes_before_the_first_look_take_the_second() -> None:
+    frozen, other, x = Frozen(), network(seed=1), torch.randn(5, 3, 16, 16)
+    frozen.refresh(network())
+    frozen.refresh(other)
+    torch.testing.assert_close(frozen(x), expected(other, x), rtol=1e-4, atol=1e-5)
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in frozen.network.modules())
+
+
+def test_folding_holds_under_half_precision() -> None:
+    source, frozen, x = network(), Frozen(), torch.randn(5, 3, 16, 16)
     frozen.refresh(source)
-    assert foldable_pairs(source) == []
-    torch.testing.assert_close(frozen(x), expected(source, x))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = frozen(x)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected(source, x), rtol=0.1, atol=0.2)
 
 
 @pytest.mark.parametrize("affine", [True, False])

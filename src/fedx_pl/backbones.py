@@ -1,8 +1,10 @@
 """Encoders: ResNets with a stem for small or for large images, at any width."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -68,6 +70,15 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     net.feature_dim = net.fc.in_features
     net.fc = nn.Identity()
     return net
+
+
+def eager(network: nn.Module) -> AbstractContextManager[None]:
+    """Within it, a network that `torch.compile` made ready for training runs uncompiled.
+
+    Eval mode and other batch sizes would be compiled anew, which takes longer than it saves.
+    """
+    compiled = network._compiled_call_impl is not None
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], stages: list[int], width: int) -> ResNet:

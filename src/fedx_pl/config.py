@@ -67,7 +67,7 @@ class FederationOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how a run happens; nothing here changes what is computed."""
+    """Where and how a run happens; nothing here changes what is computed (`compile`: but for rounding)."""
 
     root: str = field(default="runs", metadata={"help": "folder of all runs"})
     dir: str = field(default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"})

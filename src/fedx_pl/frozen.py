@@ -19,74 +19,99 @@ class Frozen:
     def __init__(self) -> None:
         """Starts empty; `refresh` makes the copy."""
         self.network: nn.Module | None = None
-        self._pairs: list[tuple[str, str]] | None = None  # names of a layer and the BatchNorm folded into it
+        self._folded: list[tuple[str, str]] = []  # names of a layer and the BatchNorm folded into it
+        self._unfolded: nn.Module | None = None  # to check the folded network by, once
+        self._may_fold = True
         self._compiled = False
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """The copy's output."""
         assert self.network is not None, "refresh() makes the copy"
+        if self._unfolded is not None:
+            self._check(x)
         return self.network(x)
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
-        """Becomes what ``source`` is now, on the same device.
+        """Becomes what ``source`` is now.
 
         Where BatchNorm has seen no batch yet, its initial statistics (0 and 1) would give all images nearly the same
         embedding; until it has, the copy uses the statistics of the batch it looks at.
         """
-        if not has_statistics(source):
-            self.network, self._pairs = _copy(source), None
-            for module in self.network.modules():
-                if isinstance(module, _BatchNorm):
-                    module.train()
-            return
-        if self.network is None or self._pairs is None:
-            self.network, self._pairs = _copy(source), foldable_pairs(source)
-            for layer, norm in self._pairs:
-                _replace_by_identity(self.network, norm)
-                folded = self.network.get_submodule(layer)
-                if folded.bias is None:
-                    folded.bias = nn.Parameter(folded.weight.new_zeros(len(folded.weight)), requires_grad=False)
-            if self._compiled:
-                self.network.compile()
-        folded_names = {f"{layer}.{kind}" for layer, _ in self._pairs for kind in ("weight", "bias")}
+        has_statistics = _tracked(source)
+        if self.network is None:
+            self._start(_copy(source), fold=False)
+        if self._may_fold and not self._folded and all(has_statistics.values()):
+            self._may_fold = False  # One try.
+            self._start(_copy(source), fold=True)
+        assert self.network is not None
         mine, theirs = self.network.state_dict(), source.state_dict()
-        plain = [name for name in mine if name not in folded_names]
+        folded = {f"{layer}.{kind}" for layer, _ in self._folded for kind in ("weight", "bias")}
+        plain = [name for name in mine if name not in folded]
         if plain:
             torch._foreach_copy_([mine[name] for name in plain], [theirs[name] for name in plain])
-        for layer, norm in self._pairs:
+        for layer, norm in self._folded:
             _fold(theirs, layer, norm, source.get_submodule(norm).eps, mine)  # type: ignore[arg-type]
+        if self._unfolded is not None:
+            self._unfolded.load_state_dict(theirs)
+        for name, known in has_statistics.items():
+            self.network.get_submodule(name).train(not known)
 
     def compile(self) -> None:
-        """Runs the copy through `torch.compile` from now on; not that of round 1, which lasts for one round."""
+        """Runs the copy through `torch.compile` from now on."""
         self._compiled = True
-        if self.network is not None and self._pairs is not None:
+        if self.network is not None:
             self.network.compile()
 
     def to(self, device: torch.device) -> None:
         """Moves the copy."""
-        if self.network is not None:
-            self.network.to(device)
+        for network in (self.network, self._unfolded):
+            if network is not None:
+                network.to(device)
 
+    def _start(self, network: nn.Module, *, fold: bool) -> None:
+        """Begins with a copy of the source, with foldable BatchNorms taken out or not."""
+        self.network, self._folded = network, foldable_pairs(network) if fold else []
+        self._unfolded = copy.deepcopy(network) if self._folded else None
+        for layer, norm in self._folded:
+            parent, _, child = norm.rpartition(".")
+            setattr(network.get_submodule(parent), child, nn.Identity().eval())
+            folded = network.get_submodule(layer)
+            if folded.bias is None:
+                folded.bias = nn.Parameter(folded.weight.new_zeros(len(folded.weight)), requires_grad=False)
+        if self._compiled:
+            network.compile()
 
-def has_statistics(network: nn.Module) -> bool:
-    """Whether every BatchNorm of the network has seen a batch; one question to the device, not one per layer."""
-    seen = [b for name, b in network.named_buffers() if name.endswith("num_batches_tracked")]
-    return not seen or bool((torch.stack(seen) > 0).all())
+    def _check(self, x: Tensor) -> None:
+        """Compares with the unfolded copy on the first real batch, and goes on with that one if they differ.
+
+        Tied weights, a weight that is also used elsewhere or a BatchNorm over another axis cannot be seen in a trace.
+        """
+        unfolded, self._unfolded = self._unfolded, None
+        assert self.network is not None
+        assert unfolded is not None
+        with torch.autocast(x.device.type, enabled=False):
+            expected = unfolded(x.float())
+            difference = (self.network(x.float()) - expected).abs().max()
+        if difference > 1e-3 * expected.abs().max():
+            self._start(unfolded, fold=False)
 
 
 def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
     """Names of layers and of the BatchNorms that are the only ones to see their output.
 
     A network whose ``forward`` depends on values cannot be traced; nothing is folded then, and it runs all the same.
+
+    Args:
+        network: in the mode, train or eval, in which it will run.
     """
     try:
         nodes = fx.Tracer().trace(copy.deepcopy(network)).nodes  # A copy: compiled modules cannot be traced.
     except Exception:  # Tracing runs foreign code on stand-ins for tensors: it may fail in any way.
         return []
     calls = [str(node.target) for node in nodes if node.op == "call_module"]
-    modules = dict(network.named_modules())
+    modules, state = dict(network.named_modules()), network.state_dict()
     pairs = []
     for node in nodes:
         before = node.args[0] if node.op == "call_module" and node.args else None
@@ -95,9 +120,21 @@ def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
         layer, norm = str(before.target), str(node.target)
         once = calls.count(layer) == calls.count(norm) == 1
         fits = isinstance(modules[layer], _Layer) and isinstance(modules[norm], _BatchNorm)
-        if once and fits and modules[norm].running_mean is not None:
+        # A layer with weight normalisation has no `weight` of its own.
+        if once and fits and f"{layer}.weight" in state and f"{norm}.running_mean" in state:
             pairs.append((layer, norm))
     return pairs
+
+
+def _tracked(network: nn.Module) -> dict[str, bool]:
+    """Whether each BatchNorm that keeps statistics has seen a batch; one question to the device, not one per layer."""
+    counters = {
+        name: module.num_batches_tracked
+        for name, module in network.named_modules()
+        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    }
+    seen = (torch.stack(list(counters.values())) > 0).tolist() if counters else []
+    return dict(zip(counters, seen, strict=True))
 
 
 def _copy(source: nn.Module) -> nn.Module:
@@ -107,17 +144,12 @@ def _copy(source: nn.Module) -> nn.Module:
     return network
 
 
-def _replace_by_identity(network: nn.Module, name: str) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(network.get_submodule(parent), child, nn.Identity().eval())
-
-
 def _fold(source: State, layer: str, norm: str, eps: float, into: State) -> None:
     """``into`` computes norm(layer(x)) in its ``layer``: channels scaled by gamma / sqrt(var + eps), then shifted."""
     scale = torch.rsqrt(source[f"{norm}.running_var"] + eps)
     if f"{norm}.weight" in source:
         scale = scale * source[f"{norm}.weight"]
     weight = source[f"{layer}.weight"]
-    torch.mul(weight, scale.view(-1, *[1] * (weight.dim() - 1)), out=into[f"{layer}.weight"])
+    into[f"{layer}.weight"].copy_(weight * scale.view(-1, *[1] * (weight.dim() - 1)))
     shift = source.get(f"{layer}.bias", 0) - source[f"{norm}.running_mean"]
     into[f"{layer}.bias"].copy_(shift * scale + source.get(f"{norm}.bias", 0))

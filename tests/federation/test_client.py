@@ -1,11 +1,15 @@
 """One client's round: batches, seeds, counters and what it keeps."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from helpers import data_for, make_data, make_model, train
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, resolve_precision
+from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, _StayOnDevice, resolve_precision
+from fedx_pl.federation.plan import resolve_device
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.mixins import with_fedx
 
@@ -20,6 +24,35 @@ def test_the_result_depends_only_on_its_arguments() -> None:
     after = train(used, data_for(used, seed=9), state=state, client=7)
     for name in alone.state:
         torch.testing.assert_close(after.state[name], alone.state[name], rtol=0, atol=0, msg=name)
+
+
+def test_an_optimiser_ends_with_its_fit() -> None:
+    """Its momentum is as large as the model; Python's collector may come late, and a GPU does not wait for it."""
+    seen = []
+
+    class Watched(SimCLR):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = super().configure_optimizers()
+            seen.append(weakref.ref(optimizer))
+            return optimizer
+
+    model = make_model(Watched)
+    gc.disable()
+    try:
+        train(model, data_for(model))
+        assert [reference() for reference in seen] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning selects the GPU by it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, index in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
+        assert resolve_device(name) == torch.device("cuda", index)
+        assert _StayOnDevice(resolve_device(name)).root_device.index == index
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 def test_counters_go_on_over_rounds() -> None:

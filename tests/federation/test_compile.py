@@ -9,7 +9,7 @@ from helpers import data_for, make_model
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.client import LocalTrainer, RoundContext
 from fedx_pl.methods import BYOL
-from fedx_pl.mixins import with_fedx
+from fedx_pl.mixins.fedx import FedXOptions, with_fedx
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
@@ -17,17 +17,18 @@ pytestmark = [
 ]
 
 
-def test_compiled_networks_give_the_same_losses_and_are_compiled_once() -> None:
+@pytest.mark.parametrize("relation", ["batch", "queue"])
+def test_compiled_networks_give_the_same_losses_and_are_compiled_once(relation: str) -> None:
     """Three rounds of two clients; after round 2, when F has statistics and is compiled, nothing is compiled again.
 
     Both ways start each round from the same state: rounding grows with every step that follows it.
     """
     losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    states = [make_model(with_fedx(BYOL)).shared_state()]
+    states = [make_model(with_fedx(BYOL), fedx=FedXOptions(relation=relation, queue_size=16)).shared_state()]
     for compile in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = make_model(with_fedx(BYOL))
+        model = make_model(with_fedx(BYOL), fedx=FedXOptions(relation=relation, queue_size=16))
         trainer = LocalTrainer(model, torch.device("cpu"), "32-true", compile=compile)
         compiled = []
         for round in (1, 2, 3):
@@ -41,4 +42,4 @@ def test_compiled_networks_give_the_same_losses_and_are_compiled_once() -> None:
             compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert (compiled[0] > 0) == compile
         assert compiled[2] == compiled[1]
-    torch.testing.assert_close(losses[True], losses[False], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-2, atol=5e-3)

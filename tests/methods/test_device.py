@@ -36,7 +36,10 @@ def on_meta(name: str, relation: str | None) -> tuple[SSLMethod, Views]:
     else:
         model = make_model(with_fedx(BUILT_IN[name]), fedx=FedXOptions(relation=relation, queue_size=12))
     if isinstance(model, FedXMixin):
-        model.global_model.refresh(nn.Sequential(model.backbone, model.projector))
+        network = nn.Sequential(model.backbone, model.projector)
+        network(torch.randn(4, 3, 16, 16))  # With statistics F is folded,
+        model.global_model.refresh(network)
+        model.global_model(torch.randn(4, 3, 16, 16))  # and checked once.
         model.global_model.to(META)
         model._queues = (torch.empty(12, 8, device=META), torch.empty(12, 8, device=META))
     images = 24 if model.relation_batch else 16

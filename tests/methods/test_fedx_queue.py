@@ -15,7 +15,7 @@ class FedXSimCLR(FedXMixin, SimCLR):
     pass
 
 
-def started(images: int = 40, queue_size: int = 12, **options: object) -> tuple[FedXSimCLR, ClientData]:
+def started(images: int = 40, queue_size: int = 16, **options: object) -> tuple[FedXSimCLR, ClientData]:
     """A model in its second round, so that F has BatchNorm statistics."""
     fedx = FedXOptions(relation="queue", queue_size=queue_size, **options)
     model = make_model(FedXSimCLR, fedx=fedx)
@@ -27,11 +27,11 @@ def started(images: int = 40, queue_size: int = 12, **options: object) -> tuple[
 
 
 def test_relations_are_to_the_embeddings_of_earlier_steps_newest_first() -> None:
-    """Three steps of n=8 with a queue of 12, every anchor computed here from f and F one view at a time."""
+    """Three steps of n=8 with a queue of 16, every anchor computed here from f and F one view at a time."""
     model, data = started()
     model.eval()  # BatchNorm then treats every image alike, alone or in a batch.
     f, h, big_f = model.embed, model.fedx_head, model.global_model
-    anchors = g_anchors = big_f(data.plain_sample(12))
+    anchors = g_anchors = big_f(data.plain_sample(16))
     for batch, _ in zip(data.epoch(0), range(3), strict=False):
         terms = model.loss(batch, model.embed_views(batch))
         z, z_tilde = f(batch.first), f(batch.second)
@@ -44,8 +44,8 @@ def test_relations_are_to_the_embeddings_of_earlier_steps_newest_first() -> None
         assert list(terms) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(terms[name], value, rtol=1e-4, atol=1e-5, msg=name)
-        anchors = torch.cat([F.normalize(z_tilde.detach(), dim=1), anchors])[:12]
-        g_anchors = torch.cat([F.normalize(big_f(batch.second), dim=1), g_anchors])[:12]
+        anchors = torch.cat([F.normalize(z_tilde.detach(), dim=1), anchors])[:16]
+        g_anchors = torch.cat([F.normalize(big_f(batch.second), dim=1), g_anchors])[:16]
 
 
 @pytest.mark.parametrize("options", [{}, {"global_relation": 0.0}, {"global_contrast": 0.0}])
@@ -83,9 +83,10 @@ def test_a_new_round_forgets_the_queue_of_the_client_before() -> None:
 
 
 def test_a_client_smaller_than_the_queue_has_a_shorter_one() -> None:
-    model, data = started(images=10, queue_size=64)
-    train(model, data, round=2)
-    assert [len(queue) for queue in model._queues] == [10, 10]
+    for images, length in ((5, 5), (20, 16)):  # Batches of 8, and whole batches only.
+        model, data = started(images=images, queue_size=64)
+        train(model, data, round=2)
+        assert [len(queue) for queue in model._queues] == [length, length]
 
 
 def test_nothing_of_the_queue_is_kept_or_averaged() -> None:

@@ -41,7 +41,8 @@ class ImageStore:
             return self._resident[index]
         images = torch.from_numpy(self._mapped[index.numpy()])
         # Only from pinned memory does a copy to a GPU overlap with what the GPU is doing.
-        return images.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else images
+        images = images.pin_memory() if self.device.type == "cuda" else images
+        return images.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from fedx_pl.backbones import eager
 
 
 def extract(
@@ -35,10 +36,8 @@ def extract(
     device = torch.device("cpu") if parameter is None else parameter.device
     modes = [(module, module.training) for module in backbone.modules()]
     backbone.eval()
-    # A network that is compiled for training would be compiled again, for eval mode and for other batch sizes.
-    compiled = backbone._compiled_call_impl is not None
     try:
-        with torch.inference_mode(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with torch.inference_mode(), eager(backbone):
             batches = [
                 backbone(prepare(_batch(images, start, batch_size).to(device))).flatten(1).float()
                 for start in range(0, len(images), batch_size)

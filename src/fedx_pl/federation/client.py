@@ -173,6 +173,7 @@ class _StayOnDevice(SingleDeviceStrategy):
     """Leaves the module where it is after a fit; Lightning would move it to the CPU and empty the GPU's cache."""
 
     def teardown(self) -> None:
+        self.optimizers = []  # A Trainer is full of cycles: the momentum would live on until Python happens to collect.
         self.precision_plugin.teardown()
 
 

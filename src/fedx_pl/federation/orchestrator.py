@@ -176,7 +176,7 @@ class Orchestrator:
     def _finish(self) -> None:
         """Leaves the encoder as a plain state dict of the backbone, and the curves as a picture."""
         self.plan.model.load_shared(self.global_state)
-        encoder = {name: tensor.contiguous() for name, tensor in self.plan.model.backbone.cpu().state_dict().items()}
+        encoder = {name: tensor.cpu().contiguous() for name, tensor in self.plan.model.backbone.state_dict().items()}
         write_atomically(self.folder / "encoder.safetensors", save(encoder))
         self._write_metrics()  # Again, in case the last round was committed and then cut off.
         if self.plan.evaluator.possible:

@@ -160,11 +160,10 @@ def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
 
 def resolve_device(name: str) -> torch.device:
     """``auto``: the GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
         )
-    return device
+    # With its number: Lightning selects the GPU by it.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

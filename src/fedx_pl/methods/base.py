@@ -122,7 +122,7 @@ class OptimOptions:
     """SGD, new at every round as in the paper."""
 
     batch_size: int = field(
-        default=128, metadata={"help": "images per step; with FedX half of them are the relation batch"}
+        default=128, metadata={"help": "images per step; with FedX half of them (fedx.relation_size) are not in B"}
     )
     lr: float = field(default=0.01, metadata={"help": "learning rate"})
     momentum: float = field(default=0.9, metadata={"help": "SGD momentum"})
@@ -222,12 +222,12 @@ class SSLMethod(pl.LightningModule):
 
     def embed_views(self, batch: Views) -> Embeddings:
         """One forward pass for all views, so that they share BatchNorm statistics."""
-        n = len(batch.rows)
+        n, r = len(batch.rows), len(batch.stacked) - 2 * len(batch.rows)
         if self.online_views == 1:
-            z = self.embed(batch.first)
-            return Embeddings(z, z)
-        z = self.embed(batch.stacked)
-        return Embeddings(z[:n], z[n : 2 * n], z[2 * n :] if batch.relation is not None else None)
+            x = batch.first if batch.relation is None else torch.cat([batch.first, batch.relation])
+            first, *relation = self.embed(x).split([n, r] if r else [n])
+            return Embeddings(first, first, *relation)
+        return Embeddings(*self.embed(batch.stacked).split([n, n, r] if r else [n, n]))
 
     def compile_networks(self) -> None:
         """Runs everything that sees images through `torch.compile` from now on; names and weights stay as they are."""

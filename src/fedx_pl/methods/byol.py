@@ -42,7 +42,7 @@ class BYOL(SSLMethod):
         n = len(batch.first)
         prediction = self.predictor(torch.cat([z.first, z.second]))
         with torch.no_grad():
-            target = self.target(torch.cat([batch.first, batch.second]))
+            target = self.target(batch.stacked[: 2 * n])
         return Loss(byol=losses.byol(prediction[:n], target[n:]) + losses.byol(prediction[n:], target[:n]))
 
     def ema_pairs(self) -> list[EmaPair]:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedx_pl.backbones import eager
 from fedx_pl.errors import require
 from fedx_pl.losses import proto_nce
 from fedx_pl.methods.base import Embeddings, Loss, Views
@@ -71,7 +72,8 @@ class ProtoCL(MoCo):
         if epoch < self.warmup_epochs or not counts:
             return
         self.key.eval()
-        features = torch.cat([self.keys(x) for x in self.local.data.plain_batches()])
+        with eager(self.key):
+            features = torch.cat([self.keys(x) for x in self.local.data.plain_batches()])
         self.key.train()
         generator = torch.Generator(features.device).manual_seed(derive(self.local.seed, "k-means", epoch))
         self.clusterings = [cluster(features, k, self.tau, generator) for k in counts]

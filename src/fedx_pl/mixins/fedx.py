@@ -52,7 +52,7 @@ class FedXOptions:
     relation_size: int = field(
         default=0, metadata={"help": "images of optim.batch_size that are B_r, or left out (queue); 0 = half"}
     )
-    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept"})
+    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept, in whole batches"})
 
     def __post_init__(self) -> None:
         known = self.divergence in ("jsd", "authors")
@@ -142,7 +142,7 @@ class FedXMixin(SSLMethod):
         """F(x~) and both queues as they are before this step's embeddings of x~ join them."""
         w = self.fedx
         if self._queues is None:
-            self._queues = self._first_queues()
+            self._queues = self._first_queues(len(batch.rows))
         before, g_before = self._queues
         needed = w.global_contrast > 0 or w.global_relation > 0
         g = self.global_model(batch.second) if needed else None
@@ -151,10 +151,14 @@ class FedXMixin(SSLMethod):
         return g, before, g_before
 
     @torch.no_grad()
-    def _first_queues(self) -> tuple[Tensor, Tensor]:
-        """At its first step f is F: both have the same view of some of the client's images."""
-        g = nnf.normalize(self.global_model(self.local.data.plain_sample(self.fedx.queue_size)).float(), dim=1)
-        return g, g
+    def _first_queues(self, n: int) -> tuple[Tensor, Tensor]:
+        """At its first step f is F: both have the same view of some of the client's images.
+
+        F looks at them in whole batches of ``n``, the size it sees from then on.
+        """
+        images = self.local.data.plain_sample(self.fedx.queue_size)
+        g = torch.cat([self.global_model(x) for x in images.split(n) if len(x) == min(n, len(images))])
+        return _unit(g), _unit(g)
 
     def compile_networks(self) -> None:
         """F too."""
@@ -178,7 +182,11 @@ class FedXMixin(SSLMethod):
 @torch.no_grad()
 def _join(new: Tensor, queue: Tensor) -> Tensor:
     """The newest embeddings first, the oldest fall out; normalised, so that half precision loses nothing by it."""
-    return torch.cat([nnf.normalize(new.float(), dim=1), queue])[: len(queue)]
+    return torch.cat([_unit(new), queue])[: len(queue)]
+
+
+def _unit(z: Tensor) -> Tensor:
+    return nnf.normalize(z.float(), dim=1)
 
 
 def with_fedx(method: type[SSLMethod]) -> type[SSLMethod]:
