@@ -127,3 +127,8 @@ def test_pyplot_is_not_touched():
     pixels(partition_heatmap(split(2, 2), ["a", "b"]))
     pixels(curves([{"round": 1, "knn_top1": 1.0}]))
     assert pyplot.get_fignums() == []
+
+
+def test_the_picture_does_not_grow_with_a_thousand_clients():
+    few, many = (pixels(partition_heatmap(np.ones((n, 10), dtype=int), list("abcdefghij"))) for n in (200, 2000))
+    assert many.shape[0] <= few.shape[0] * 1.05

@@ -32,9 +32,10 @@ def partition_heatmap(counts: np.ndarray, classes: Sequence[str], clients: Seque
     if columns > 1 and len(classes) != columns:
         raise ValueError(f"{columns} columns of counts but {len(classes)} class names")
     names = [_short(name) for name in clients] if clients is not None else [str(row) for row in range(rows)]
-    # Cells shrink as they become many, so that the picture stays between a postcard and a page (sizes in inches).
+    # Cells shrink as they become many, so that the picture stays between a postcard and two pages (sizes in inches):
+    # its memory must not grow with the number of clients.
     width = columns * min(max(7.5 / columns, 0.1), 0.75) if columns > 1 else 0
-    cell_height = min(max(9.0 / rows, 0.1), 0.36)
+    cell_height = min(max(9.0 / rows, 0.1), 0.36, 20.0 / rows)
     figure = Figure(figsize=(width + 3.6, rows * cell_height + 1.5), dpi=110, layout="constrained")
     if columns > 1:
         heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=[width, 1.8])
