@@ -152,6 +152,22 @@ def test_one_client_round_equals_a_hand_written_loop_to_the_bit(name: str) -> No
         torch.testing.assert_close(update[key], tensor, rtol=0, atol=0, msg=key)
 
 
+def test_a_network_may_get_its_first_gradient_later_than_the_others() -> None:
+    class Late(SSLMethod):
+        def __init__(self, backbone: nn.Module, **base: object) -> None:
+            super().__init__(backbone, **base)
+            self.late, self.calls = nn.Linear(self.embed_dim, 1), 0
+
+        def loss(self, batch: Views, z: Embeddings) -> Loss:
+            self.calls += 1
+            return Loss(x=z.first.pow(2).mean() if self.calls == 1 else self.late(z.first).pow(2).mean())
+
+    model = make_model(Late)
+    before = model.late.weight.detach().clone()
+    train(model, data_for(model))
+    assert not torch.equal(model.late.weight, before)
+
+
 @pytest.mark.parametrize("name", ["simclr", "byol"])
 def test_the_fused_optimiser_and_ema_change_nothing_but_rounding(name: str) -> None:
     update, by_hand = by_trainer_and_by_hand(name, fused=False)

@@ -311,7 +311,13 @@ class SSLMethod(pl.LightningModule):
         """A fresh SGD over what is trainable."""
         lr = self.optim.lr_at(self.local.round, self.local.rounds)
         trainable = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.SGD(trainable, lr, self.optim.momentum, weight_decay=self.optim.weight_decay, fused=True)
+        momentum, decay = self.optim.momentum, self.optim.weight_decay
+        optimizer = torch.optim.SGD(trainable, lr, momentum, weight_decay=decay, fused=True)
+        # The fused kernel wants all momenta or none: a head whose gradients begin later than the others' would stop it.
+        # Starting from zero is what a first step does anyway.
+        for parameter in trainable if momentum else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
 
     def transfer_batch_to_device(self, batch: Views, device: torch.device, dataloader_idx: int) -> Views:
         """Batches are made on the training device: nothing to move."""
