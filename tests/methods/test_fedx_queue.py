@@ -31,7 +31,7 @@ def test_relations_are_to_the_embeddings_of_earlier_steps_newest_first() -> None
     model, data = started()
     model.eval()  # BatchNorm then treats every image alike, alone or in a batch.
     f, h, big_f = model.embed, model.fedx_head, model.global_model
-    anchors = g_anchors = big_f(data.plain_sample(16))
+    anchors = g_anchors = big_f(data.plain_sample(8)).repeat(2, 1)  # One batch fills the queue.
     for batch, _ in zip(data.epoch(0), range(3), strict=False):
         terms = model.loss(batch, model.embed_views(batch))
         z, z_tilde = f(batch.first), f(batch.second)
@@ -83,7 +83,7 @@ def test_a_new_round_forgets_the_queue_of_the_client_before() -> None:
 
 
 def test_a_client_smaller_than_the_queue_has_a_shorter_one() -> None:
-    for images, length in ((5, 5), (20, 16)):  # Batches of 8, and whole batches only.
+    for images, length in ((5, 5), (20, 20)):  # Batches of 8: one is fewer, the other no multiple.
         model, data = started(images=images, queue_size=64)
         train(model, data, round=2)
         assert [len(queue) for queue in model._queues] == [length, length]

@@ -52,7 +52,7 @@ class FedXOptions:
     relation_size: int = field(
         default=0, metadata={"help": "images of optim.batch_size that are B_r, or left out (queue); 0 = half"}
     )
-    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept, in whole batches"})
+    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept"})
 
     def __post_init__(self) -> None:
         known = self.divergence in ("jsd", "authors")
@@ -154,11 +154,13 @@ class FedXMixin(SSLMethod):
     def _first_queues(self, n: int) -> tuple[Tensor, Tensor]:
         """At its first step f is F: both have the same view of some of the client's images.
 
-        F looks at them in whole batches of ``n``, the size it sees from then on.
+        One batch of them, again and again until the queue is full: a relation to an image that is there four times is
+        four times a quarter, and a whole queue of images would cost as much as several steps.
         """
-        images = self.local.data.plain_sample(self.fedx.queue_size)
-        g = torch.cat([self.global_model(x) for x in images.split(n) if len(x) == min(n, len(images))])
-        return _unit(g), _unit(g)
+        g = _unit(self.global_model(self.local.data.plain_sample(n)))
+        length = min(self.fedx.queue_size, max(self.local.data.num_images, len(g)))
+        g = g.repeat(-(-length // len(g)), 1)[:length]
+        return g, g
 
     def compile_networks(self) -> None:
         """F too."""
