@@ -43,7 +43,7 @@ format: .venv/installed-dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/installed  ## How fast a round is, against a reference, the hardware's bound and a rival (half an hour)
+bench: .venv/installed  ## How fast a round is: reference, bound and a rival (half an hour)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## Remove the environment and caches; data/ and runs/ stay

@@ -1,6 +1,5 @@
 """Parts ``training-resnet18`` and ``training-thin``: local training and averaging, no evaluation."""
 
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.bound import Bound
@@ -15,16 +14,12 @@ CLIENTS = 2
 
 def resnet18(setting: Setting) -> Part:
     """The paper's network and batch."""
-    more = replace(
-        setting, repeats=setting.few(2, 1) * setting.repeats
-    )  # Short laps, more of them: noise comes in bursts.
-    return measure(more, "resnet18", batch=64, steps=1)
+    return measure(setting, "resnet18", batch=64, steps=1)
 
 
 def thin(setting: Setting) -> Part:
     """The network of the cpu profile, with the paper's batch and with the profile's own; and with the CIFAR stem."""
     steps = setting.few(30, 2)  # As in the profile: 1,000 images, two epochs.
-    setting = replace(setting, repeats=setting.few(2, 1) * setting.repeats)
     part = measure(setting, "thin", batch=64, steps=steps)
     for network, batch in (("thin", 32), ("thin-cifar", 64)):
         more = measure(setting, network, batch=batch, steps=steps)
@@ -55,7 +50,7 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
     memory: dict[str, float] = {}
     times = interleave(
         contenders,
-        setting.repeats,
+        setting.few(2, 1) * setting.repeats,  # Short laps, more of them: noise comes in bursts.
         device=setting.device,
         memory=memory,
         say=lambda line: setting.say(f"{label}, {line}"),

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from lightly.models.utils import deactivate_requires_grad
 from torch import Tensor, fx, nn
 
 _Layer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
@@ -40,11 +41,10 @@ class Frozen:
         embedding; until it has, the copy uses the statistics of the batch it looks at.
         """
         has_statistics = _tracked(source)
-        if self.network is None:
-            self._start(_copy(source), fold=False)
-        if self._may_fold and not self._folded and all(has_statistics.values()):
-            self._may_fold = False  # One try.
-            self._start(_copy(source), fold=True)
+        fold = self._may_fold and all(has_statistics.values())
+        if self.network is None or fold:
+            self._may_fold = self._may_fold and not fold  # One try.
+            self._start(_copy(source), fold=fold)
         assert self.network is not None
         mine, theirs = self.network.state_dict(), source.state_dict()
         folded = {f"{layer}.{kind}" for layer, _ in self._folded for kind in ("weight", "bias")}
@@ -139,8 +139,7 @@ def _tracked(network: nn.Module) -> dict[str, bool]:
 
 def _copy(source: nn.Module) -> nn.Module:
     network = copy.deepcopy(source).eval()
-    for parameter in network.parameters():
-        parameter.requires_grad = False
+    deactivate_requires_grad(network)
     return network
 
 
