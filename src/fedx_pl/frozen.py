@@ -61,7 +61,11 @@ class Frozen:
     def compile(self) -> None:
         """Runs the copy through `torch.compile` from now on."""
         self._compiled = True
-        if self.network is not None:
+        self._compile()
+
+    def _compile(self) -> None:
+        # Not before the fold has been tried: it would only be compiled again.
+        if self._compiled and self.network is not None and not self._may_fold:
             self.network.compile()
 
     def to(self, device: torch.device) -> None:
@@ -80,8 +84,7 @@ class Frozen:
             folded = network.get_submodule(layer)
             if folded.bias is None:
                 folded.bias = nn.Parameter(folded.weight.new_zeros(len(folded.weight)), requires_grad=False)
-        if self._compiled:
-            network.compile()
+        self._compile()
 
     def _check(self, x: Tensor) -> None:
         """Compares with the unfolded copy on the first real batch, and goes on with that one if they differ.
