@@ -8,6 +8,7 @@ from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
+from fedx_pl.federation.regularizers import Regularizer, join
 from fedx_pl.methods.base import LocalRound, State
 
 
@@ -50,7 +51,10 @@ def train(
     client: int = 0,
     precision: str = "32-true",
     batchnorm: str = "average",
+    regularizer: Regularizer | None = None,
 ) -> Update:
     """One client's round through the real Trainer."""
-    context = RoundContext(round, 10, epochs, 0, state or model.shared_state(), batchnorm)
-    return LocalTrainer(model, torch.device("cpu"), precision).run(context, client, data, memory)
+    first = join(model.shared_state(), regularizer.server_state(model) if regularizer else {})
+    context = RoundContext(round, 10, epochs, 0, state or first, batchnorm)
+    trainer = LocalTrainer(model, torch.device("cpu"), precision, regularizer=regularizer)
+    return trainer.run(context, client, data, memory)

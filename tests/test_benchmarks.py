@@ -24,7 +24,7 @@ from fedx_pl.data.module import ClientData
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.methods import SimCLR, SSLMethod
-from fedx_pl.mixins.fedx import FedXOptions, with_fedx
+from fedx_pl.mixins import FedXMixin, FedXOptions, wrap
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def thin_and_few(tiny_root: Path) -> list[str]:
 
 def settled(**fedx: Any) -> tuple[SSLMethod, ClientData]:
     """FedX on SimCLR after a first round: BatchNorm has statistics, F is frozen in eval mode."""
-    model = make_model(with_fedx(SimCLR), fedx=FedXOptions(enabled=True, **fedx))
+    model = make_model(wrap(FedXMixin, SimCLR), fedx=FedXOptions(enabled=True, **fedx))
     data = data_for(model)
     model.train()
     for batch in data.epoch(7):

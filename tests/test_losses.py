@@ -116,9 +116,9 @@ def test_info_nce_derived_by_hand() -> None:
 
 def test_byol_is_two_minus_two_cosines() -> None:
     a, b = torch.tensor([[3.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-    assert losses.byol(a, b).item() == pytest.approx(2 - 2 * math.cos(math.pi / 4))
+    assert losses.alignment(a, b).item() == pytest.approx(2 - 2 * math.cos(math.pi / 4))
     z1, z2 = embeddings(8, 5), embeddings(8, 5, seed=1)
-    torch.testing.assert_close(losses.byol(z1, z2), 2 + 2 * NegativeCosineSimilarity()(z1, z2))
+    torch.testing.assert_close(losses.alignment(z1, z2), 2 + 2 * NegativeCosineSimilarity()(z1, z2))
 
 
 def test_proto_nce_gives_each_prototype_its_own_temperature() -> None:
@@ -144,7 +144,7 @@ def test_half_precision_embeddings_are_widened_before_the_softmax(dtype: torch.d
         lambda z: losses.relational(embeddings(5, 4, seed=1), embeddings(5, 4, seed=3), z, 0.3, "authors"),
         lambda z: losses.global_contrast(z, embeddings(5, 4, seed=1), 0.3),
         lambda z: losses.info_nce(z, embeddings(5, 4, seed=1), embeddings(7, 4, seed=2), 0.3),
-        lambda z: losses.byol(z, embeddings(5, 4, seed=1)),
+        lambda z: losses.alignment(z, embeddings(5, 4, seed=1)),
     ],
 )
 def test_gradients_agree_with_finite_differences(loss: object) -> None:

@@ -16,10 +16,10 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.federation.regularizers import RegularizerOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
-from fedx_pl.mixins.fedx import FedXMixin, FedXOptions
+from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
 
 _INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
@@ -114,6 +115,9 @@ class Config:
     backbone: BackboneOptions = field(default_factory=BackboneOptions)
     method: MethodOptions = field(default_factory=MethodOptions)
     fedx: FedXOptions = field(default_factory=FedXOptions)
+    moon: MoonOptions = field(default_factory=MoonOptions)
+    fedca: FedCAOptions = field(default_factory=FedCAOptions)
+    regularizer: RegularizerOptions = field(default_factory=RegularizerOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     federation: FederationOptions = field(default_factory=FederationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -147,10 +151,16 @@ class Config:
             del content["data"]["root"]
         return content
 
-    @property
+    @cached_property
     def hash(self) -> str:
-        """Eight digits that tell two results apart."""
-        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:8]
+        """Eight digits that tell two results apart.
+
+        Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
+        default does not show in it; those who go by the hash compare the whole `content` as well.
+        """
+        usual = flat(_frozen(_schema(self.method.name)).content())
+        unusual = {k: v for k, v in flat(self.content()).items() if k == "method.name" or usual.get(k, ...) != v}
+        return hashlib.sha256(json.dumps(unusual, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def run_folder(self) -> Path:
@@ -162,8 +172,16 @@ class Config:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as dotted keys and values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 FILE_GROUPS = ("data", "recipe", "profile")
-_SHORT = {"resume": "run.resume", "fedx": "fedx.enabled"}
+_SHORT = {"resume": "run.resume", "regularizer": "regularizer.name", **{name: f"{name}.enabled" for name in MIXINS}}
 _LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
 
 
@@ -203,8 +221,9 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
-    if issubclass(methods.find(chosen["method"]), FedXMixin):
-        schema.fedx.enabled = True
+    for name, mixin in MIXINS.items():
+        if issubclass(methods.find(chosen["method"]), mixin):
+            schema[name].enabled = True
     if not schema.name:
         schema.name = _default_name(schema)
     return _frozen(schema)
@@ -345,5 +364,7 @@ def _unlocked(node: DictConfig) -> DictConfig:
 
 def _default_name(schema: DictConfig) -> str:
     method = str(schema.method.name).rpartition(":")[2].lower()
-    suffix = "-fedx" if schema.fedx.enabled else ""
-    return f"{schema.data.name}-{method}{suffix}-{schema.profile}"
+    added = [name for name in reversed(MIXINS) if schema[name].enabled]
+    if schema.regularizer.name != "none":
+        added.append(str(schema.regularizer.name))
+    return "-".join([schema.data.name, method, *added, schema.profile])

@@ -118,9 +118,19 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, tau: float) -> Tensor:
 
 
 @_full_precision
-def byol(prediction: Tensor, target: Tensor) -> Tensor:
-    """Squared distance of unit vectors, ``2 - 2 cos`` (Eq. 3), mean over the batch. Both (n, d)."""
-    return (2 - 2 * F.cosine_similarity(prediction, target, dim=1)).mean()
+def alignment(z: Tensor, target: Tensor) -> Tensor:
+    """Squared distance of unit vectors, ``2 - 2 cos`` (BYOL's Eq. 3), mean over the batch. Both (n, d)."""
+    return (2 - 2 * F.cosine_similarity(z, target, dim=1)).mean()
+
+
+@_full_precision
+def model_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -> Tensor:
+    """MOON's loss: is ``z`` the global model's or the previous local one's? Mean over the batch. All (n, d).
+
+    ``-log(e^g / (e^g + e^p))`` with g and p the similarities over ``tau``, which is softplus(p - g).
+    """
+    to_global, to_previous = F.cosine_similarity(z, z_global, dim=1), F.cosine_similarity(z, z_previous, dim=1)
+    return F.softplus((to_previous - to_global) / tau).mean()
 
 
 @_full_precision

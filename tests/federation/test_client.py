@@ -11,7 +11,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, _StayOnDevice, resolve_precision
 from fedx_pl.federation.plan import resolve_device
 from fedx_pl.methods import BYOL, SimCLR
-from fedx_pl.mixins import with_fedx
+from fedx_pl.mixins import FedXMixin, wrap
 
 
 def test_the_result_depends_only_on_its_arguments() -> None:
@@ -149,7 +149,7 @@ def test_the_loss_scale_is_carried_over_from_fit_to_fit() -> None:
 
 def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
-    model = make_model(with_fedx(BYOL))
+    model = make_model(wrap(FedXMixin, BYOL))
     first = train(model, data_for(model))
     train(model, data_for(model), state=first.state, memory=first.memory, round=2)
     captured = capfd.readouterr()

@@ -9,7 +9,7 @@ from helpers import data_for, make_model
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.client import LocalTrainer, RoundContext
 from fedx_pl.methods import BYOL
-from fedx_pl.mixins.fedx import FedXOptions, with_fedx
+from fedx_pl.mixins import FedXMixin, FedXOptions, wrap
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
@@ -24,11 +24,11 @@ def test_compiled_networks_give_the_same_losses_and_are_compiled_once(relation: 
     Both ways start each round from the same state: rounding grows with every step that follows it.
     """
     losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    states = [make_model(with_fedx(BYOL), fedx=FedXOptions(relation=relation, queue_size=16)).shared_state()]
+    states = [make_model(wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16)).shared_state()]
     for compile in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = make_model(with_fedx(BYOL), fedx=FedXOptions(relation=relation, queue_size=16))
+        model = make_model(wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16))
         trainer = LocalTrainer(model, torch.device("cpu"), "32-true", compile=compile)
         compiled = []
         for round in (1, 2, 3):

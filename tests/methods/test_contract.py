@@ -12,7 +12,7 @@ from torch import nn
 from fedx_pl import Embeddings, FedXMixin, FedXOptions, Loss, SSLMethod, Views
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import State
-from fedx_pl.mixins import with_fedx
+from fedx_pl.mixins import wrap
 
 
 def with_queue(method: type[SSLMethod]) -> type[SSLMethod]:
@@ -27,7 +27,7 @@ def with_queue(method: type[SSLMethod]) -> type[SSLMethod]:
 
 CLASSES = {
     **BUILT_IN,
-    **{f"{name}-fedx": with_fedx(method) for name, method in BUILT_IN.items()},
+    **{f"{name}-fedx": wrap(FedXMixin, method) for name, method in BUILT_IN.items()},
     **{f"{name}-fedx-queue": with_queue(method) for name, method in BUILT_IN.items()},
     "simsiam": SimSiam, "simsiam-fedx": FedXSimSiam, "barlow": BarlowTwins, "barlow-fedx": FedXBarlowTwins,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from fedx_pl import FedXMixin, FedXOptions, SSLMethod, Views
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import OptimOptions
-from fedx_pl.mixins import with_fedx
+from fedx_pl.mixins import wrap
 
 META = torch.device("meta")
 
@@ -34,7 +34,7 @@ def on_meta(name: str, relation: str | None) -> tuple[SSLMethod, Views]:
     if relation is None:
         model = make_model(BUILT_IN[name])
     else:
-        model = make_model(with_fedx(BUILT_IN[name]), fedx=FedXOptions(relation=relation, queue_size=12))
+        model = make_model(wrap(FedXMixin, BUILT_IN[name]), fedx=FedXOptions(relation=relation, queue_size=12))
     if isinstance(model, FedXMixin):
         network = nn.Sequential(model.backbone, model.projector)
         network(torch.randn(4, 3, 16, 16))  # With statistics F is folded,

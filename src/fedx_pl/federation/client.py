@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fedx_pl.data.module import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
-from fedx_pl.methods.base import LocalRound, SSLMethod, State
+from fedx_pl.federation.regularizers import Regularizer, join, split
+from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
 
@@ -66,6 +67,7 @@ class LocalTrainer:
         precision: str,
         tick: Callable[[], None] = lambda: None,
         compile: bool = False,
+        regularizer: Regularizer | None = None,
     ) -> None:
         """Keeps what is shared by all fits.
 
@@ -75,6 +77,7 @@ class LocalTrainer:
             precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
             tick: called after every step.
             compile: `torch.compile` the networks, once: later clients only copy weights in.
+            regularizer: holds clients together by their weights.
         """
         self.model = model.to(device)
         if compile:
@@ -82,6 +85,7 @@ class LocalTrainer:
         self.device = device
         self.precision = precision
         self.tick = tick
+        self.regularizer = regularizer or Regularizer()
         # One plugin for all fits carries the loss scale over: a fresh scaler would skip the first steps of every fit.
         scaled = precision == "16-mixed"
         self._plugins: list[Any] = (
@@ -114,7 +118,7 @@ class LocalTrainer:
             strategy=_StayOnDevice(self.device),
             precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
             plugins=self._plugins or None,
-            callbacks=[_Tick(self.tick)],
+            callbacks=[self.regularizer, _Tick(self.tick)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -123,25 +127,26 @@ class LocalTrainer:
         )
 
     def _receive(self, context: RoundContext, memory: ClientMemory | None) -> None:
-        private = None
-        if memory is not None:
-            private = {name: t for name, t in memory.private.items() if not name.startswith(_BATCHNORM)}
+        weights, server = split(context.global_state)
+        kept = memory.private if memory else {}
         absent = context.round - 1 - memory.last_round if memory else 0
-        self.model.receive(context.global_state, private, absent)
+        self.model.receive(weights, _under("", kept) if memory else None, absent)
         if memory is not None and context.batchnorm == "local":
-            for name, buffer in batchnorm_statistics(self.model).items():
-                buffer.copy_(memory.private[_BATCHNORM + name])
+            copy_state(batchnorm_statistics(self.model), _under(_BATCHNORM, kept))
+        self.regularizer.start(self.model, server, _under(_REGULARIZER, kept))
 
     def _update(self, context: RoundContext, client: int, data: ClientData, before: ClientMemory) -> Update:
         private = self.model.private_state()
         if context.batchnorm == "local":
             statistics = batchnorm_statistics(self.model)
             private |= {_BATCHNORM + name: buffer.clone() for name, buffer in statistics.items()}
+        for_server, kept = self.regularizer.finish(self.model)
+        private |= {_REGULARIZER + name: tensor for name, tensor in kept.items()}
         losses = self.model.loss_history()
         return Update(
             client,
             data.num_images,
-            self.model.shared_state(),
+            join(self.model.shared_state(), for_server),
             ClientMemory(
                 private,
                 last_round=context.round,
@@ -155,7 +160,16 @@ class LocalTrainer:
         )
 
 
-_BATCHNORM = "batchnorm/"  # Marks the statistics a client keeps under `federation.batchnorm=local`.
+# Mark what a client keeps beside the method's private state.
+_BATCHNORM = "batchnorm/"  # statistics, under `federation.batchnorm=local`
+_REGULARIZER = "regularizer/"
+
+
+def _under(mark: str, kept: State) -> State:
+    """What was kept under a mark, by its plain name; without a mark, the method's own."""
+    if not mark:
+        return {name: tensor for name, tensor in kept.items() if not name.startswith((_BATCHNORM, _REGULARIZER))}
+    return {name.removeprefix(mark): tensor for name, tensor in kept.items() if name.startswith(mark)}
 
 
 def batchnorm_statistics(model: SSLMethod) -> State:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fedx_pl.config import Config, load
+from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
+from fedx_pl.federation import regularizers
 from fedx_pl.federation.aggregate import BadUpdate, FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
@@ -72,7 +73,9 @@ class Orchestrator:
     def run(self) -> Result:
         """Trains to the last round; everything of a finished round is on disk before the next begins."""
         config, plan = self.plan.config, self.plan
-        trainer = LocalTrainer(plan.model, plan.device, plan.precision, self.display.step, config.run.compile)
+        trainer = LocalTrainer(
+            plan.model, plan.device, plan.precision, self.display.step, config.run.compile, plan.regularizer
+        )
         with RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
             self._introduce(writer)
             for round in range(self.state.round + 1, config.federation.rounds + 1):
@@ -98,7 +101,7 @@ class Orchestrator:
                         updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
                     self.display.client(round, len(updates), len(chosen))
                 self._require_enough(round, len(updates))
-                self.global_state = average.result()
+                self.global_state = self._next_state(average)
                 # (4) Measure, save, log.
                 trained = time.perf_counter() - started
                 row = self._row(round, updates, dropped=len(chosen) - len(updates), trained=trained)
@@ -133,7 +136,7 @@ class Orchestrator:
         )  # fmt: skip
         found = self.checkpoints.latest()
         if found is None:
-            return RunState(), self.plan.model.shared_state()
+            return RunState(), self.plan.first_state()
         self.display.note(f"going on after round {found[0].round} of {config.federation.rounds}, from {self.folder}")
         return found
 
@@ -175,8 +178,8 @@ class Orchestrator:
 
     def _finish(self) -> None:
         """Leaves the encoder as a plain state dict of the backbone, and the curves as a picture."""
-        self.plan.model.load_shared(self.global_state)
-        encoder = {name: tensor.cpu().contiguous() for name, tensor in self.plan.model.backbone.state_dict().items()}
+        backbone = self.plan.load(self.global_state).backbone
+        encoder = {name: tensor.cpu().contiguous() for name, tensor in backbone.state_dict().items()}
         write_atomically(self.folder / "encoder.safetensors", save(encoder))
         self._write_metrics()  # Again, in case the last round was committed and then cut off.
         if self.plan.evaluator.possible:
@@ -202,7 +205,7 @@ class Orchestrator:
 
     def _row(self, round: int, updates: list[Update], *, dropped: int, trained: float) -> dict[str, Any]:
         plan = self.plan
-        plan.model.load_shared(self.global_state)
+        plan.load(self.global_state)
         row: dict[str, Any] = {"round": round}
         row |= plan.evaluator.measure(plan.model, plan.device, round, plan.config.federation.rounds)
         images = sum(update.num_images for update in updates)
@@ -233,6 +236,12 @@ class Orchestrator:
             writer.client_losses(update.client, first_step, update.losses, update.loss_names)
         writer.round(round, scalars)
 
+    def _next_state(self, average: FedAvg) -> State:
+        """The averaged weights, and what the regulariser's server makes of the averaged rest."""
+        share = average.num_images / sum(len(rows) for rows in self.plan.clients)
+        (_, before), (weights, mean) = regularizers.split(self.global_state), regularizers.split(average.result())
+        return regularizers.join(weights, self.plan.regularizer.fold(before, mean, share))
+
     def _require_enough(self, round: int, good: int) -> None:
         needed = self.plan.config.federation.min_clients
         if good < needed:
@@ -253,17 +262,10 @@ def class_counts(plan: Plan) -> tuple[np.ndarray, list[str]]:
 
 
 def _refuse_other(old: Config, new: Config, folder: Path) -> None:
-    before, after = _flat(old.content()), _flat(new.content())
+    before, after = flat(old.content()), flat(new.content())
     differing = [key for key in before | after if before.get(key) != after.get(key)]
     if differing:
         first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
         raise UserError(
             f"{folder} holds a run of another config ({first}); type run.dir=ANOTHER, or use the same values"
         )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

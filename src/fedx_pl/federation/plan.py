@@ -19,9 +19,10 @@ from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.data.sources import ImageData
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
+from fedx_pl.federation import regularizers
 from fedx_pl.federation.client import LocalTrainer, RoundContext, resolve_precision
-from fedx_pl.methods.base import SSLMethod
-from fedx_pl.mixins.fedx import FedXMixin, with_fedx
+from fedx_pl.methods.base import SSLMethod, State
+from fedx_pl.mixins import MIXINS, wrap
 from fedx_pl.seeding import derive
 
 
@@ -46,6 +47,20 @@ class Plan:
     def evaluator(self) -> Evaluator:
         """Measures the encoder on the labelled images."""
         return Evaluator(self.config.evaluation, self.data, self.augment.plain, self.config.seed)
+
+    @cached_property
+    def regularizer(self) -> regularizers.Regularizer:
+        """What holds the clients together beside the averaging."""
+        return regularizers.make(self.config.regularizer)
+
+    def first_state(self) -> State:
+        """The global state before the first round."""
+        return regularizers.join(self.model.shared_state(), self.regularizer.server_state(self.model))
+
+    def load(self, global_state: State) -> SSLMethod:
+        """The model with the weights of a global state."""
+        self.model.load_shared(regularizers.split(global_state)[0])
+        return self.model
 
     def client_data(self, client: int, round: int) -> ClientData:
         """A client's batches in a round."""
@@ -84,17 +99,17 @@ class Plan:
     def estimate_seconds(self, first_round: int = 1) -> float:
         """Expected duration: the best of a few short fits and one batch of features, on a copy of the model."""
         rounds = self.config.federation.rounds
-        trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision)
+        trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision, regularizer=self.regularizer)
         largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
-        per_step = _time_step(trainer, self.client_data(largest, round=1))
+        per_step = _time_step(trainer, self.client_data(largest, round=1), self.first_state())
         training = self.steps_between(first_round, rounds) * per_step
         return training + self.evaluator.estimate_seconds(trainer.model, self.device, first_round, rounds)
 
 
-def _time_step(trainer: LocalTrainer, data: ClientData, budget: float = 3.0) -> float:
+def _time_step(trainer: LocalTrainer, data: ClientData, state: State, budget: float = 3.0) -> float:
     """Seconds per optimiser step, from fits of two steps, the first of which warms up."""
     two = replace(data, index=data.index[: 2 * data.views_size], relation_size=min(data.relation_size, data.views_size))
-    context = RoundContext(1, 1, 1, 0, trainer.model.shared_state(), "average")
+    context = RoundContext(1, 1, 1, 0, state, "average")
     best, spent = float("inf"), 0.0
     while spent < budget:
         started = time.perf_counter()
@@ -142,14 +157,15 @@ def _normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tu
 def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     """The method of the configuration with freshly initialised weights, the same for the same seed."""
     method = methods.find(config.method.name)
-    fedx: dict[str, Any] = {"fedx": config.fedx} if config.fedx.enabled else {}
-    if fedx and not issubclass(method, FedXMixin):
-        method = with_fedx(method)
+    options: dict[str, Any] = {}
+    for name, mixin in MIXINS.items():
+        if (chosen := getattr(config, name)).enabled:
+            method, options[name] = wrap(mixin, method), chosen
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "init"))
         backbone = backbones.build(config.backbone, channels=channels, image_size=image_size)
         try:
-            model = method(backbone, optim=config.optim, **config.method_options, **fedx)
+            model = method(backbone, optim=config.optim, **config.method_options, **options)
         except TypeError as error:
             raise UserError(
                 f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "

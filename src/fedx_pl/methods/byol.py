@@ -43,7 +43,7 @@ class BYOL(SSLMethod):
         prediction = self.predictor(torch.cat([z.first, z.second]))
         with torch.no_grad():
             target = self.target(batch.stacked[: 2 * n])
-        return Loss(byol=losses.byol(prediction[:n], target[n:]) + losses.byol(prediction[n:], target[:n]))
+        return Loss(byol=losses.alignment(prediction[:n], target[n:]) + losses.alignment(prediction[n:], target[:n]))
 
     def ema_pairs(self) -> list[EmaPair]:
         """The target follows backbone and projector."""

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from fedx_pl.errors import UserError, require
 from fedx_pl.frozen import Frozen
 from fedx_pl.losses import global_contrast, nt_xent, relational
-from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views, mlp
+from fedx_pl.methods.base import Embeddings, Loss, Views, mlp
+from fedx_pl.mixins.base import Mixin
 
 _TERMS = ("local_contrast", "local_relation", "global_contrast", "global_relation")
 
@@ -70,7 +71,7 @@ class FedXOptions:
             raise UserError(f"all of fedx.{', fedx.'.join(_TERMS)} are 0: nothing is left to train")
 
 
-class FedXMixin(SSLMethod):
+class FedXMixin(Mixin):
     """Adds FedX to the method that follows it in the list of base classes."""
 
     online_views = 2
@@ -91,13 +92,6 @@ class FedXMixin(SSLMethod):
         self.fedx_head = mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
         self.global_model = Frozen()  # F
         self._queues = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if any("loss" in vars(base) for base in order[1 : order.index(FedXMixin)] if not issubclass(base, FedXMixin)):
-            bases = ", ".join(base.__name__ for base in cls.__bases__)
-            raise TypeError(f"FedXMixin must come first: class {cls.__name__}(FedXMixin, ...), not ({bases})")
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms, untouched but for their weight, and FedX's three."""
@@ -162,11 +156,6 @@ class FedXMixin(SSLMethod):
         g = g.repeat(-(-length // len(g)), 1)[:length]
         return g, g
 
-    def compile_networks(self) -> None:
-        """F too."""
-        super().compile_networks()
-        self.global_model.compile()
-
     # --- the global model F -------------------------------------------------------------------------------------------
 
     def on_round_start(self) -> None:
@@ -175,10 +164,9 @@ class FedXMixin(SSLMethod):
         self.global_model.refresh(nn.Sequential(self.backbone, self.projector))
         self._queues = None
 
-    def on_train_start(self) -> None:
-        """Lightning has moved the module by now; F is outside of it and follows by hand."""
-        super().on_train_start()
-        self.global_model.to(self.device)
+    def teachers(self) -> list[Frozen]:
+        """F."""
+        return [*super().teachers(), self.global_model]
 
 
 @torch.no_grad()
@@ -189,8 +177,3 @@ def _join(new: Tensor, queue: Tensor) -> Tensor:
 
 def _unit(z: Tensor) -> Tensor:
     return nnf.normalize(z.float(), dim=1)
-
-
-def with_fedx(method: type[SSLMethod]) -> type[SSLMethod]:
-    """``class FedX<Method>(FedXMixin, Method)``, for methods that are only known by name."""
-    return type(f"FedX{method.__name__}", (FedXMixin, method), {"__doc__": f"FedX on {method.__name__}."})

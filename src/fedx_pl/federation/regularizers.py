@@ -1,0 +1,167 @@
+"""FedProx and SCAFFOLD: what holds clients together by their weights, as Lightning callbacks for any method and mixin.
+
+A regulariser acts on one client's training and may keep tensors with the client and with the server. The server's
+travel with the global weights under names that start with `SERVER`; what a client returns under those names is averaged
+like weights and then given to `Regularizer.fold`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fedx_pl.errors import require
+from fedx_pl.methods.base import SSLMethod, State
+
+SERVER = "server/"
+
+
+@dataclass(frozen=True)
+class RegularizerOptions:
+    """Which one; plain FedAvg has none."""
+
+    name: str = field(default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"})
+    mu: float = field(default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"})
+
+    def __post_init__(self) -> None:
+        known = self.name in ("none", "fedprox", "scaffold")
+        require("regularizer.name", self.name, known, "regularizer=none, fedprox or scaffold")
+        require("regularizer.mu", self.mu, self.mu >= 0, "regularizer.mu=0.01")
+
+
+class Regularizer(pl.Callback):
+    """Changes nothing: the base of the others, and what plain FedAvg uses."""
+
+    def server_state(self, model: SSLMethod) -> State:
+        """What the server keeps beside the weights, at the start of a run."""
+        return {}
+
+    def start(self, model: SSLMethod, server: State, private: State) -> None:
+        """A client has received the global weights and is about to train.
+
+        Args:
+            model: the client.
+            server: the server's tensors.
+            private: what `finish` left with this client; empty the first time.
+        """
+
+    def finish(self, model: SSLMethod) -> tuple[State, State]:
+        """After local training: tensors for the server, named as in `server_state`, and those the client keeps."""
+        return {}, {}
+
+    def fold(self, before: State, mean: State, share: float) -> State:
+        """The server's next tensors.
+
+        Args:
+            before: its tensors during the round.
+            mean: of what the clients returned, weighted by their images.
+            share: of all images that the clients of the round own.
+        """
+        return {}
+
+
+class FedProx(Regularizer):
+    """Adds ``mu/2 |w - w_g|^2`` to the loss, as its gradient ``mu (w - w_g)``; w_g is what the client received."""
+
+    def __init__(self, mu: float) -> None:
+        self.mu = mu
+        self._parameters: list[Tensor] = []
+        self._received: list[Tensor] = []
+
+    def start(self, model: SSLMethod, server: State, private: State) -> None:
+        """Remembers w_g."""
+        self._parameters = list(trained_parameters(model).values())
+        self._received = [p.detach().clone() for p in self._parameters]
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Adds to the gradients; a parameter without one has not moved."""
+        pairs = zip(self._parameters, self._received, strict=True)
+        moved = [(p.detach(), start, p.grad) for p, start in pairs if p.grad is not None]
+        pull = torch._foreach_sub([p for p, _, _ in moved], [start for _, start, _ in moved])
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimiser divides the gradients by the loss scale itself, later: ours must bear it, too.
+            torch._foreach_mul_(pull, _loss_scale(trainer, model.device))
+        torch._foreach_add_([gradient for _, _, gradient in moved], pull, alpha=self.mu)
+
+
+class Scaffold(Regularizer):
+    """SCAFFOLD (Karimireddy et al., ICML 2020): each step is corrected by the usual direction of server and client.
+
+    A step goes along ``g - c_i + c``; afterwards ``c_i <- c_i - c + (x - y) / (sum of lr)`` for weights x received and
+    y returned (the second option of its Algorithm 1). The correction is added after the optimiser's step, outside its
+    momentum: then c_i is exactly the mean of the optimiser's own steps, with momentum as without it. Inside, momentum
+    0.9 would make it ten times too large. c is the mean of the c_i weighted by images, as the weights themselves are.
+    Only parameters have control variates, BatchNorm's statistics have none.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: State = {}
+        self._received: list[Tensor] = []
+        self._own: list[Tensor] = []  # c_i
+        self._correction: tuple[Tensor, ...] = ()  # c - c_i
+        self._rates = 0.0  # sum of the learning rates of all steps
+
+    def server_state(self, model: SSLMethod) -> State:
+        """c = 0."""
+        return {name: torch.zeros_like(p) for name, p in trained_parameters(model).items()}
+
+    def start(self, model: SSLMethod, server: State, private: State) -> None:
+        """A newcomer's c_i is 0."""
+        self._parameters = trained_parameters(model)
+        own = private or {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        self._received = [p.detach().clone() for p in self._parameters.values()]
+        self._own = [own[name].to(p.device) for name, p in self._parameters.items()]
+        usual = [server[name].to(p.device) for name, p in self._parameters.items()]
+        self._correction = torch._foreach_sub(usual, self._own)
+        self._rates = 0.0
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, model: Any, *_: Any) -> None:
+        """Corrects the step; Lightning calls this before the method's own hook, so that EMA targets follow it."""
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        torch._foreach_add_(list(self._parameters.values()), self._correction, alpha=-rate)
+        self._rates += rate
+
+    @torch.no_grad()
+    def finish(self, model: SSLMethod) -> tuple[State, State]:
+        """The change of c_i goes to the server, c_i stays."""
+        moved = torch._foreach_sub(self._received, [p.detach() for p in self._parameters.values()])
+        own = torch._foreach_sub(torch._foreach_div(moved, self._rates), self._correction)
+        change = torch._foreach_sub(own, self._own)
+        return dict(zip(self._parameters, change, strict=True)), dict(zip(self._parameters, own, strict=True))
+
+    def fold(self, before: State, mean: State, share: float) -> State:
+        """``c <- c + share * mean change``: absent clients' c_i did not change."""
+        return {name: before[name] + share * mean[name] for name in before}
+
+
+def make(options: RegularizerOptions) -> Regularizer:
+    """The regulariser of a configuration."""
+    return {"none": Regularizer, "fedprox": lambda: FedProx(options.mu), "scaffold": Scaffold}[options.name]()
+
+
+def trained_parameters(model: SSLMethod) -> dict[str, Tensor]:
+    """What the client optimises and the server averages, by name."""
+    private = model.private_names()
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name.split(".")[0] not in private}
+
+
+def split(global_state: State) -> tuple[State, State]:
+    """(weights, the server's own tensors by their plain names)."""
+    weights = {name: tensor for name, tensor in global_state.items() if not name.startswith(SERVER)}
+    server = {name.removeprefix(SERVER): t for name, t in global_state.items() if name.startswith(SERVER)}
+    return weights, server
+
+
+def join(weights: State, server: State) -> State:
+    """The inverse of `split`."""
+    return weights | {SERVER + name: tensor for name, tensor in server.items()}
+
+
+def _loss_scale(trainer: pl.Trainer, device: torch.device) -> Tensor:
+    one = torch.ones((), device=device)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return one if scaler is None else scaler.scale(one)

@@ -1,0 +1,82 @@
+"""FedCA (Zhang et al., 2020) without its dictionary, which would share features of the clients' images.
+
+What is left is the alignment module: all clients are drawn towards one frozen base encoder, trained beforehand on
+public images, so that their embedding spaces do not part.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from fedx_pl.errors import UserError, require
+from fedx_pl.frozen import Frozen
+from fedx_pl.losses import alignment
+from fedx_pl.methods.base import Embeddings, Loss, State, Views
+from fedx_pl.mixins.base import Mixin
+
+
+@dataclass(frozen=True)
+class FedCAOptions:
+    """The alignment term."""
+
+    enabled: bool = field(default=False, metadata={"help": "add FedCA's alignment to the method (short: fedca=true)"})
+    beta: float = field(default=1.0, metadata={"help": "its weight"})
+    base: str = field(default="", metadata={"help": "run folder of the base encoder, trained on public images"})
+
+    def __post_init__(self) -> None:
+        require("fedca.beta", self.beta, self.beta >= 0, "fedca.beta=1")
+
+
+class FedCAMixin(Mixin):
+    """Adds the squared distance of unit vectors, on the first view, to the embedding of the base encoder."""
+
+    def __init__(self, *args: Any, fedca: FedCAOptions | None = None, **kwargs: Any) -> None:
+        """Loads the base encoder.
+
+        Args:
+            args: of the method.
+            fedca: weight, and where the base encoder is.
+            kwargs: of the method.
+        """
+        super().__init__(*args, **kwargs)
+        self.fedca = fedca or FedCAOptions()
+        network = nn.ModuleDict({"backbone": copy.deepcopy(self.backbone), "projector": copy.deepcopy(self.projector)})
+        state = _base_state(self.fedca.base)
+        try:
+            network.load_state_dict({name: tensor for name, tensor in state.items() if name in network.state_dict()})
+        except RuntimeError as error:
+            reason = str(error).splitlines()[1].strip()
+            raise UserError(
+                f"fedca.base={self.fedca.base} is of another network ({reason}); train one with the same backbone.*, "
+                f"method and method.embed_dim"
+            ) from error
+        self._fedca_base = Frozen()
+        self._fedca_base.refresh(nn.Sequential(network["backbone"], network["projector"]))
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """The method's own terms and the alignment."""
+        distance = alignment(z.first, self._fedca_base(batch.first))
+        return super().loss(batch, z) | Loss(alignment=self.fedca.beta * distance)
+
+    def teachers(self) -> list[Frozen]:
+        """The base encoder."""
+        return [*super().teachers(), self._fedca_base]
+
+
+def _base_state(base: str) -> State:
+    """The newest global weights of a run folder."""
+    if not base:
+        raise UserError(
+            "fedca.base= is empty: FedCA aligns to an encoder trained on public images; train one, e.g. "
+            "fedx-pl train federation.clients=1 seed=1000 data.limit=2000, and type fedca.base=ITS_RUN_FOLDER"
+        )
+    files = sorted(Path(base).glob("checkpoints/round_*/global.safetensors"))
+    try:
+        return load_file(files[-1])
+    except (IndexError, OSError, SafetensorError) as error:
+        raise UserError(f"fedca.base={base} is not the folder of a run with a finished round") from error

@@ -1,0 +1,87 @@
+"""MOON (Li et al., CVPR 2021) without labels: the method's own loss takes the place of the supervised one.
+
+The local embedding should be nearer to what the global model of the round says than to what this client's own model
+said at the end of its last round. The paper calls this MOON-unsup.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightly.models.utils import deactivate_requires_grad
+from torch import nn
+
+from fedx_pl.errors import require
+from fedx_pl.frozen import Frozen
+from fedx_pl.losses import model_contrast
+from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
+from fedx_pl.mixins.base import Mixin
+
+
+@dataclass(frozen=True)
+class MoonOptions:
+    """The model-contrastive term."""
+
+    enabled: bool = field(default=False, metadata={"help": "add MOON's term to the method (short: moon=true)"})
+    mu: float = field(default=1.0, metadata={"help": "its weight"})
+    tau: float = field(default=0.5, metadata={"help": "its temperature"})
+
+    def __post_init__(self) -> None:
+        require("moon.mu", self.mu, self.mu >= 0, "moon.mu=1, or 0.1, 5, 10 as in MOON")
+        require("moon.tau", self.tau, self.tau > 0, "a positive number; MOON's is moon.tau=0.5")
+
+
+class MoonMixin(Mixin):
+    """Adds MOON's model-contrastive term, on the first view, to the method that follows it.
+
+    In a client's first round its previous model is the global one: both similarities are then the same and the term has
+    no gradient.
+    """
+
+    def __init__(self, *args: Any, moon: MoonOptions | None = None, **kwargs: Any) -> None:
+        """Adds the client's previous model.
+
+        Args:
+            args: of the method.
+            moon: weight and temperature.
+            kwargs: of the method.
+        """
+        super().__init__(*args, **kwargs)
+        self.moon = moon or MoonOptions()
+        self.moon_previous = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
+        deactivate_requires_grad(self.moon_previous)
+        self._moon_global, self._moon_before = Frozen(), Frozen()
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        """The method's own terms and the model contrast."""
+        contrast = model_contrast(
+            z.first, self._moon_global(batch.first), self._moon_before(batch.first), self.moon.tau
+        )
+        return super().loss(batch, z) | Loss(model_contrast=self.moon.mu * contrast)
+
+    def private_names(self) -> set[str]:
+        """The previous model stays at home."""
+        return super().private_names() | {"moon_previous"}
+
+    def reset_private(self) -> None:
+        """A newcomer's previous model is the global one."""
+        super().reset_private()
+        self._remember()
+
+    def on_round_start(self) -> None:
+        """Both models are frozen for the round."""
+        super().on_round_start()
+        self._moon_global.refresh(nn.Sequential(self.backbone, self.projector))
+        self._moon_before.refresh(self.moon_previous)
+
+    def on_round_end(self) -> None:
+        """What was trained now is the previous model of the next round."""
+        super().on_round_end()
+        self._remember()
+
+    def teachers(self) -> list[Frozen]:
+        """The global and the previous model."""
+        return [*super().teachers(), self._moon_global, self._moon_before]
+
+    def _remember(self) -> None:
+        copy_state(self.moon_previous.state_dict(), nn.Sequential(self.backbone, self.projector).state_dict())

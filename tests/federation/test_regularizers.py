@@ -1,0 +1,191 @@
+"""FedProx and SCAFFOLD against steps taken by hand, and with every method."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import data_for, make_model, train
+from safetensors.torch import load_file
+from torch import nn
+
+from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
+from fedx_pl.cli import main
+from fedx_pl.config import compose
+from fedx_pl.errors import UserError
+from fedx_pl.federation import regularizers
+from fedx_pl.federation.aggregate import FedAvg
+from fedx_pl.federation.client import Update
+from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
+from fedx_pl.methods import BUILT_IN, SimCLR
+from fedx_pl.methods.base import OptimOptions, State
+from fedx_pl.mixins import wrap
+
+
+class Line(SSLMethod):
+    """Loss = slope * p: the gradient of p is the slope, whatever the images."""
+
+    slope = 2.0
+
+    def __init__(self, backbone: nn.Module, **base: Any) -> None:
+        super().__init__(backbone, **base)
+        self.p = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        return Loss(line=self.slope * self.p)
+
+
+def line(momentum: float = 0.0) -> Line:
+    model = make_model(Line, optim=OptimOptions(lr=0.1, momentum=momentum, weight_decay=0.0))
+    assert isinstance(model, Line)
+    return model
+
+
+def two_steps(model: SSLMethod, **options: Any) -> Update:
+    return train(model, data_for(model, images=16), **options)
+
+
+@pytest.mark.parametrize(("momentum", "expected"), [(0.0, 0.61), (0.9, 0.43)])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_fedprox_pulls_back_towards_the_received_weights(momentum: float, expected: float, precision: str) -> None:
+    """p = 1, slope 2, lr .1, mu .5: the first step has no pull, p = 1 - .1 * 2 = .8; then g = 2 + .5 (.8 - 1) = 1.9.
+
+    Without momentum p = .8 - .19 = .61; with momentum .9 the second step is .9 * 2 + 1.9 = 3.7, p = .8 - .37 = .43. In
+    half precision gradients bear the loss scale when the callback sees them, and the pull must bear it as well.
+    """
+    update = two_steps(line(momentum), regularizer=FedProx(0.5), precision=precision)
+    assert update.state["p"].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_fedprox_without_weight_equals_plain_training_to_the_bit() -> None:
+    plain, prox = (
+        train(model, data_for(model), epochs=2, regularizer=regularizer)
+        for regularizer in (None, FedProx(0.0))
+        for model in [make_model(wrap(FedXMixin, SimCLR))]
+    )
+    assert plain.state.keys() == prox.state.keys()
+    assert all(torch.equal(plain.state[name], prox.state[name]) for name in plain.state)
+
+
+def test_fedprox_stays_nearer_to_the_global_weights() -> None:
+    moved = []
+    for mu in (0.0, 10.0):
+        model = make_model(SimCLR)
+        before = model.shared_state()
+        after = train(model, data_for(model), epochs=3, regularizer=FedProx(mu)).state
+        moved.append(sum((after[n] - before[n]).square().sum() for n, _ in model.named_parameters()).sqrt().item())
+    assert moved[1] < 0.8 * moved[0]
+
+
+def fold(regularizer: Regularizer, state: State, updates: list[Update], all_images: int) -> State:
+    """What the orchestrator does with the updates of a round."""
+    average = FedAvg(state)
+    for update in updates:
+        average.add(update.state, update.num_images)
+    (_, before), (weights, mean) = regularizers.split(state), regularizers.split(average.result())
+    server = regularizer.fold(before, mean, average.num_images / all_images)
+    return regularizers.join(weights, server)
+
+
+@pytest.mark.parametrize(("momentum", "c_a"), [(0.0, 2.0), (0.9, 2.9)])
+def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, c_a: float) -> None:
+    """Slopes 2 and 4, lr .1, two steps, p = 1, as many images each.
+
+    Round 1 is plain: without momentum client A ends at 1 - .4 = .6, so c_A = (1 - .6) / .2 = 2, B at .2 with c_B = 4,
+    and c = 3, p = .4. In round 2 A steps along 2 - 2 + 3 = 3 and B along 4 - 4 + 3 = 3: both end at .4 - .6 = -.2, and
+    c_A = 2 - 3 + (.4 + .2) / .2 = 2 stays what it is. With momentum .9 the two steps of A are 2 and 3.8, c_A = 2.9 is
+    their mean, and both clients end at the same place again.
+    """
+    model, scaffold = line(momentum), Scaffold()
+    state = regularizers.join(model.shared_state(), scaffold.server_state(model))
+    assert state["server/p"].item() == 0
+    memory: dict[float, Any] = {2.0: None, 4.0: None}
+    ends = {}
+    for round in (1, 2):
+        updates = []
+        for slope in (2.0, 4.0):
+            model.slope = slope
+            updates.append(two_steps(model, state=state, memory=memory[slope], round=round, regularizer=scaffold))
+            memory[slope] = updates[-1].memory
+            ends[round, slope] = updates[-1].state["p"].item()
+        state = fold(scaffold, state, updates, all_images=32)
+        assert state["server/p"].item() == pytest.approx(1.5 * c_a)
+        assert memory[2.0].private["regularizer/p"].item() == pytest.approx(c_a)
+        assert memory[4.0].private["regularizer/p"].item() == pytest.approx(2 * c_a)
+    assert ends[2, 2.0] == pytest.approx(ends[2, 4.0], abs=1e-6)
+    start = (ends[1, 2.0] + ends[1, 4.0]) / 2
+    assert ends[2, 2.0] == pytest.approx(start - 0.2 * 1.5 * c_a, abs=1e-6)
+
+
+def test_scaffold_of_a_sampled_client_moves_the_server_by_its_share() -> None:
+    """c_A goes from 0 to 2 at a client with a quarter of all images: c = .25 * 2."""
+    model, scaffold = line(), Scaffold()
+    state = regularizers.join(model.shared_state(), scaffold.server_state(model))
+    state = fold(scaffold, state, [two_steps(model, state=state, regularizer=scaffold)], all_images=64)
+    assert state["server/p"].item() == pytest.approx(0.5)
+
+
+def test_scaffold_does_nothing_to_identical_clients() -> None:
+    """Their control variates are all c: no drift, and the weights of plain FedAvg."""
+    ends = []
+    for scaffold in (Scaffold(), Regularizer()):
+        model = make_model(SimCLR)
+        state, memory = regularizers.join(model.shared_state(), scaffold.server_state(model)), None
+        for round in (1, 2):
+            data = data_for(model)
+            twins = [train(model, data, state=state, memory=memory, round=round, regularizer=scaffold) for _ in "ab"]
+            memory = twins[0].memory
+            state = fold(scaffold, state, twins, all_images=80)
+        ends.append(regularizers.split(state)[0])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("fedx", [False, True])
+@pytest.mark.parametrize("regularizer", [FedProx(0.1), Scaffold()], ids=["fedprox", "scaffold"])
+def test_every_method_trains_with_every_regularizer(name: str, fedx: bool, regularizer: Regularizer) -> None:
+    model = make_model(wrap(FedXMixin, BUILT_IN[name]) if fedx else BUILT_IN[name])
+    data = data_for(model)
+    state = regularizers.join(model.shared_state(), regularizer.server_state(model))
+    first = train(model, data, state=state, regularizer=regularizer)
+    state = fold(regularizer, state, [first], all_images=40)
+    second = train(model, data, state=state, memory=first.memory, round=2, regularizer=regularizer)
+    assert second.losses.isfinite().all()
+    assert fold(regularizer, state, [second], all_images=40).keys() == state.keys()
+
+
+def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> None:
+    """Two rounds in one go and two rounds with a stop in between end with the same weights and variates."""
+    words = [*tiny, "method=byol", "fedx=true", "regularizer=scaffold"]
+    assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
+    stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
+    orchestrator_stops_after_round_1(stopped)
+    assert main(["train", *stopped]) == 0
+    ends = [load_file(tmp_path / d / "checkpoints/round_00002/global.safetensors") for d in ("whole", "stopped")]
+    assert ends[0].keys() == ends[1].keys()
+    assert any(name.startswith(regularizers.SERVER) and ends[0][name].abs().sum() > 0 for name in ends[0])
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def orchestrator_stops_after_round_1(words: list[str]) -> None:
+    from fedx_pl.federation.orchestrator import Orchestrator
+    from fedx_pl.federation.plan import prepare
+
+    class Stop(Exception):
+        pass
+
+    class Display:
+        def step(self) -> None: ...
+        def client(self, round: int, done: int, of: int) -> None: ...
+        def note(self, text: str) -> None: ...
+        def row(self, row: dict[str, Any]) -> None:
+            if row["round"] == 1:
+                raise Stop
+
+    with pytest.raises(Stop):
+        Orchestrator(prepare(compose(words), report=lambda line: None), Display()).run()
+
+
+def test_an_unknown_regularizer_is_refused() -> None:
+    with pytest.raises(UserError, match=r"regularizer.name=fedproxy.*fedprox or scaffold"):
+        compose(["regularizer=fedproxy"])

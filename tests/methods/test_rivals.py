@@ -1,0 +1,147 @@
+"""MOON-unsup and FedCA: the paper's rivals of FedX, as mixins."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from helpers import data_for, make_data, make_model, start, train
+from safetensors.torch import save_file
+from torch import nn
+
+from fedx_pl import FedCAMixin, FedXMixin, MoonMixin, SSLMethod, losses
+from fedx_pl.config import compose
+from fedx_pl.errors import UserError
+from fedx_pl.methods import BUILT_IN, SimCLR
+from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
+
+
+def test_model_contrast_against_numbers_by_hand() -> None:
+    """cos to the global model 1, to the previous 0, tau .5: -log(e^2 / (e^2 + 1)); reversed: -log(1 / (e^2 + 1))."""
+    a, b = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 3.0]])
+    assert losses.model_contrast(a, a, b, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
+    assert losses.model_contrast(a, b, a, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
+    both = losses.model_contrast(torch.cat([a, a]), torch.cat([a, b]), torch.cat([b, a]), 0.5).item()
+    assert both == pytest.approx((math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2)
+
+
+def moon(**options: float) -> SSLMethod:
+    return make_model(wrap(MoonMixin, SimCLR), moon=MoonOptions(**options))
+
+
+def test_moon_has_no_gradient_in_a_clients_first_round() -> None:
+    """The previous model is the global one: the term is log 2 whatever the local model does."""
+    update = train(moon(mu=5.0), make_data(), epochs=2)
+    plain = train(make_model(SimCLR), make_data(), epochs=2)
+    term = update.losses[:, update.loss_names.index("model_contrast")]
+    torch.testing.assert_close(term, torch.full_like(term, 5 * math.log(2)))
+    torch.testing.assert_close(update.state, plain.state, rtol=1e-4, atol=1e-5)
+
+
+def test_moon_contrasts_the_global_with_the_previous_model() -> None:
+    model, data = moon(mu=2.0, tau=0.5), make_data()
+    first = train(model, data)
+    other = {name: t + 0.05 * torch.randn_like(t) if t.is_floating_point() else t for name, t in first.state.items()}
+    other = {name: t.abs() if name.endswith("running_var") else t for name, t in other.items()}
+    model.receive(other, first.memory.private)
+    start(model, data, round=2)
+    batch = next(data.epoch(0))
+    z = model.embed_views(batch)
+    frozen = []
+    for state in (other, first.state):
+        twin = make_model(SimCLR)
+        twin.load_shared({name: state[name] for name in twin.shared_state()})
+        frozen.append(twin.eval().embed(batch.first).detach())
+    to_global, to_previous = (nnf.cosine_similarity(z.first, f) / 0.5 for f in frozen)
+    expected = -torch.log(to_global.exp() / (to_global.exp() + to_previous.exp())).mean()
+    assert model.loss(batch, z)["model_contrast"].item() == pytest.approx(2 * expected.item(), rel=1e-4)
+
+
+def test_the_previous_model_is_what_the_client_trained_last_and_stays_private() -> None:
+    model = moon()
+    update = train(model, make_data())
+    previous = {name: t for name, t in update.memory.private.items() if name.startswith("moon_previous.")}
+    torch.testing.assert_close(previous["moon_previous.0.conv1.weight"], update.state["backbone.conv1.weight"])
+    assert not any(name.startswith("moon_previous") for name in update.state)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A finished run, as far as FedCA looks at it."""
+    folder = tmp_path / "run" / "checkpoints" / "round_00003"
+    folder.mkdir(parents=True)
+    state = make_model(SimCLR, seed=5).shared_state()
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "global.safetensors")
+    return tmp_path / "run"
+
+
+def test_fedca_aligns_to_the_base_encoder(base: Path) -> None:
+    model = make_model(wrap(FedCAMixin, SimCLR), fedca=FedCAOptions(beta=3.0, base=str(base)))
+    data = make_data()
+    start(model, data)
+    batch = next(data.epoch(0))
+    z = model.embed_views(batch)
+    # Its BatchNorm has seen no batch: the base uses the batch's statistics, as F does in round 1.
+    twin = make_model(SimCLR, seed=5).train()
+    expected = (nnf.normalize(z.first) - nnf.normalize(twin.embed(batch.first))).square().sum(dim=1).mean()
+    assert model.loss(batch, z)["alignment"].item() == pytest.approx(3 * expected.item(), rel=1e-4)
+
+
+def test_the_base_encoder_is_neither_trained_nor_sent(base: Path) -> None:
+    model = make_model(wrap(FedCAMixin, SimCLR), fedca=FedCAOptions(base=str(base)))
+    plain = make_model(SimCLR)
+    assert model.shared_state().keys() == plain.shared_state().keys()
+    assert not model.private_state()
+    update = train(model, make_data())
+    network = model._fedca_base.network  # type: ignore[union-attr]
+    assert isinstance(network, nn.Module)
+    before = make_model(SimCLR, seed=5).backbone.state_dict()["conv1.weight"]
+    torch.testing.assert_close(network.state_dict()["0.conv1.weight"], before)
+    assert not torch.equal(update.state["backbone.conv1.weight"], before)
+
+
+def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -> None:
+    fedca = wrap(FedCAMixin, SimCLR)
+    with pytest.raises(UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"):
+        make_model(fedca)
+    with pytest.raises(UserError, match="not the folder of a run"):
+        make_model(fedca, fedca=FedCAOptions(base=str(tmp_path)))
+    with pytest.raises(UserError, match=r"another network.*size mismatch"):
+        make_model(fedca, fedca=FedCAOptions(base=str(base)), embed_dim=4)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> None:
+    method = BUILT_IN[name]
+    folder = tmp_path / "checkpoints" / "round_00001"
+    folder.mkdir(parents=True)
+    state = {n: t.contiguous() for n, t in make_model(method).shared_state().items()}
+    save_file(state, folder / "global.safetensors")
+    whole = wrap(FedXMixin, wrap(MoonMixin, wrap(FedCAMixin, method)))
+    model = make_model(whole, fedca=FedCAOptions(base=str(tmp_path)))
+    first = train(model, data_for(model))
+    second = train(model, data_for(model), state=first.state, memory=first.memory, round=2)
+    assert second.losses.isfinite().all()
+    assert {"alignment", "model_contrast", "global_contrast", "global_relation"} <= set(second.loss_names)
+    assert wrap(MoonMixin, whole) is whole
+
+
+def test_mixins_are_keys_of_the_configuration() -> None:
+    config = compose(["method=byol", "moon=true", "moon.mu=5", "fedx=true", "regularizer=fedprox"])
+    assert (config.moon.enabled, config.moon.mu, config.fedx.enabled, config.regularizer.name) == (
+        True,
+        5,
+        True,
+        "fedprox",
+    )
+    assert config.name == "cifar10-byol-fedx-moon-fedprox-paper"
+    with pytest.raises(UserError, match=r"moon.tau=0"):
+        compose(["moon=true", "moon.tau=0"])
+
+
+def test_a_mixin_after_the_method_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"MoonMixin must come first: class Wrong\(MoonMixin, SimCLR\)"):
+
+        class Wrong(SimCLR, MoonMixin):
+            pass
