@@ -2,25 +2,41 @@
 PYTHON  ?= python3
 PROFILE ?= auto
 SEED    ?= 0
+SEEDS   ?= 0
+JOBS    ?= 1
 ARGS    ?=
 
 BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install
 DATA    := cifar10 svhn fmnist imagenet10
 METHODS := simclr moco byol protocl fedu
+EXPERIMENTS := $(basename $(notdir $(wildcard experiments/*.yaml)))
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format bench tensorboard clean $(RUNS)
+.PHONY: help install test test-fast lint format bench report paper tensorboard clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
 	@echo "    DATA: $(DATA)    METHOD: $(METHODS)"
+	@echo "make EXPERIMENT [PROFILE=auto|paper|mini] [SEEDS=0,1,2] [JOBS=1]   all runs of a table or figure, then the report"
+	@echo "    EXPERIMENT: $(EXPERIMENTS)"
 	@awk -F ':.*## *' '/^[a-z][a-z-]*:.*##/ { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # byol-fedx on cifar10 is nothing but: data=cifar10 method=byol fedx=true
 $(RUNS): .venv/installed
 	$(BIN)/fedx-pl train data=$(word 1,$(subst -, ,$@)) method=$(word 2,$(subst -, ,$@)) fedx=$(if $(filter %-fedx,$@),true,false) profile=$(PROFILE) seed=$(SEED) $(ARGS)
+
+$(EXPERIMENTS): .venv/installed
+	$(BIN)/fedx-pl sweep $@ profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
+	$(MAKE) report
+
+paper: .venv/installed  ## All experiments of the paper, then the report
+	$(BIN)/fedx-pl sweep $(EXPERIMENTS) profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
+	$(MAKE) report
+
+report: .venv/installed  ## Tables and figures of all finished experiments
+	$(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/results/$(PROFILE))
 
 install: .venv/installed  ## Create .venv and install fedx-pl (about 5.5 GB with torch)
 

@@ -4,6 +4,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -64,7 +65,43 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("name", help=", ".join(configuration.choices("data")))
     data.add_argument("overrides", nargs="*", help="data.root=FOLDER, data.download=false, ...")
     data.set_defaults(command=_data)
-    for command in (train, data):
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="measure a finished run again, or in other ways",
+        usage="fedx-pl evaluate RUN [linear] [knn] [semi] [geometry] [evaluation.key=value ...]",
+        description="linear probe, kNN, fine-tuning with few labels (semi), angles and collapse measures (geometry). "
+        "Results go to RUN/evaluation/.",
+    )
+    evaluate.add_argument("run", type=Path, help="a run folder")
+    evaluate.add_argument(
+        "overrides", nargs="*", help="what to measure (linear if not said) and evaluation.* keys"
+    )
+    evaluate.set_defaults(command=_evaluate)
+    sweep = commands.add_parser(
+        "sweep",
+        help="run the experiments behind tables and figures",
+        usage="fedx-pl sweep EXPERIMENT ... [profile=mini] [--seeds 0,1,2] [--jobs 2] [--only AXIS=LABEL,LABEL]",
+        description="Runs what is not finished yet, goes on with what was cut off, and keeps a small result file of each "
+        "run for `fedx-pl report`. EXPERIMENT is a file experiments/NAME.yaml, or its NAME.",
+    )
+    sweep.add_argument("overrides", nargs="+", help="names of experiments, profile=..., run.* and data.* keys")
+    sweep.add_argument("--seeds", default="0", help="e.g. 0,1,2: a run for each")
+    sweep.add_argument("--jobs", type=int, default=1, help="runs at once; they share the CPU's threads")
+    sweep.add_argument("--only", action="append", default=[], help="AXIS=LABEL,LABEL: just these")
+    sweep.add_argument("--definitions", type=Path, default=Path("experiments"), help="folder of the experiments")
+    sweep.add_argument("--results", type=Path, help="folder of the result files; DEFINITIONS/results/PROFILE")
+    sweep.add_argument("--dry-run", action="store_true", help="list the runs, run nothing")
+    sweep.set_defaults(command=_sweep)
+    report = commands.add_parser(
+        "report",
+        help="tables and figures of finished experiments",
+        usage="fedx-pl report [experiments/results/PROFILE]",
+    )
+    report.add_argument("results", type=Path, nargs="?", help="folder of result files; of this machine's profile")
+    report.add_argument("--definitions", type=Path, default=Path("experiments"), help="folder of the experiments")
+    report.add_argument("--out", type=Path, help="where report.md, report.html and figures go; the results' folder")
+    report.set_defaults(command=_report, overrides=[])
+    for command in (train, data, evaluate, sweep, report):
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -95,6 +132,64 @@ def _train(options: argparse.Namespace) -> None:
 def _data(options: argparse.Namespace) -> None:
     config = configuration.compose([f"data={options.name}", *options.overrides])
     print(sources.describe(sources.load(config.data, seed=config.seed)))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from fedx_pl import revisit  # Here and below: what only one command needs would slow every start down.
+
+    kinds = [word for word in options.overrides if "=" not in word] or ["linear"]
+    overrides = [word for word in options.overrides if "=" in word]
+    console = Console(markup=False, highlight=False)
+    with terminal.steps(console, "evaluating") as tick:
+        found = revisit.evaluate_run(
+            options.run, kinds, overrides, report=lambda line: console.print(line, soft_wrap=True), tick=tick
+        )
+    console.print(terminal.evaluations(found))
+    console.print(f"kept in {options.run / 'evaluation'}", soft_wrap=True)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from fedx_pl import runner
+    from fedx_pl.sweep import load_experiment
+
+    names = [word for word in options.overrides if "=" not in word]
+    words = [word for word in options.overrides if "=" in word]
+    profile = next((word.partition("=")[2] for word in words if word.startswith("profile=")), "auto")
+    profile = runner.resolve_profile(profile)
+    more = runner.places([word for word in words if not word.startswith("profile=")], options.jobs)
+    experiments = [
+        load_experiment(Path(name) if name.endswith(".yaml") else options.definitions / f"{name}.yaml")
+        for name in names
+    ]
+    seeds = runner.parse_seeds(options.seeds)
+    jobs = runner.plan_jobs(experiments, profile, seeds, more, runner.parse_only(options.only, experiments))
+    results = options.results or options.definitions / "results" / profile
+    console = Console(markup=False, highlight=False)
+    sweep = runner.Sweep(jobs, results, options.jobs, console)
+    rounds = sum(job.config.federation.rounds for job in sweep.waiting)
+    console.print(
+        f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
+        f"already, {rounds:,} rounds to go, {options.jobs} at once",
+        soft_wrap=True,
+    )
+    if options.dry_run:
+        for job in sweep.waiting:
+            console.print(f"fedx-pl train {' '.join(job.overrides)}", soft_wrap=True)
+        return 0
+    failed = sweep.run()
+    for job in failed:
+        console.print(f"failed: {job.name}, see {job.log}", soft_wrap=True)
+    console.print(f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True)
+    return 1 if failed else 0
+
+
+def _report(options: argparse.Namespace) -> None:
+    from fedx_pl import runner
+    from fedx_pl.reporting.report import write_report
+
+    results = options.results or options.definitions / "results" / runner.resolve_profile("auto")
+    for file in write_report(results, options.definitions, options.out):
+        print(file)
 
 
 def _key_reference() -> str:

@@ -4,7 +4,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedx_pl.config import Config
+from fedx_pl.config import Config, flat
 from fedx_pl.federation.orchestrator import Result, class_counts
 from fedx_pl.federation.plan import Plan
 
@@ -86,6 +87,26 @@ class Terminal:
     def _print(self, text: str, style: str | None = None) -> None:
         self._last_line = time.monotonic()
         self.console.print(text, style=style, soft_wrap=True)
+
+
+@contextmanager
+def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with an ETA, for work that tells how many steps are done and of how many."""
+    live = console.is_terminal and not os.environ.get("CI")
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not live) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The numbers of `fedx-pl evaluate`, one per row."""
+    table = Table("", "", title="evaluation", title_justify="left", show_header=False)
+    for kind, numbers in found.items():
+        for key, value in flat(numbers, f"{kind}.").items():
+            if isinstance(value, int | float):
+                table.add_row(key, f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+    return table
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,321 @@
+"""Runs the experiments: each run is a process of its own, and what is finished is not run again.
+
+A finished run leaves one small file in the results folder, ``NAME-sSEED-HASH.json``, which is all that the report
+needs; its run folder stays where it is. A run that was cut off goes on from its last round.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedx_pl.config import Config, compose, flat
+from fedx_pl.errors import UserError
+from fedx_pl.files import write_atomically
+from fedx_pl.sweep import Experiment
+from fedx_pl.terminal import QUIET_SECONDS, duration
+
+FORMAT = 1
+
+
+@dataclass(eq=False)
+class Job:
+    """One run of a sweep."""
+
+    overrides: list[str]  # of `fedx-pl train`
+    config: Config
+    evaluate: list[str]  # measured after training
+    needs: list[str] = field(default_factory=list)  # hashes of runs that must be finished first
+    process: subprocess.Popen[bytes] | None = None
+    command: list[str] | None = None  # of the process
+    commit: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its result."""
+        return f"{self.config.name}-s{self.config.seed}-{self.config.hash}"
+
+    @property
+    def folder(self) -> Path:
+        """Of its run."""
+        return self.config.run_folder
+
+    @property
+    def log(self) -> Path:
+        """What the run printed."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def rounds_done(self) -> int:
+        """Read from the run's own table, so that it costs nothing to follow."""
+        with contextlib.suppress(OSError):
+            return max(0, (self.folder / "metrics.csv").read_text().count("\n") - 1)
+        return 0
+
+    def trained(self) -> bool:
+        """Whether training has come to its end."""
+        return (self.folder / "encoder.safetensors").exists() and self.rounds_done() >= self.config.federation.rounds
+
+    def next_command(self) -> list[str] | None:
+        """What is still to be done for this run, as arguments of ``fedx-pl``."""
+        if not self.trained():
+            return ["train", *self.overrides]
+        left = [kind for kind in self.evaluate if not (self.folder / "evaluation" / f"{kind}.json").exists()]
+        how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
+        return ["evaluate", str(self.folder), left[0], *how] if left else None
+
+
+def plan_jobs(
+    experiments: Sequence[Experiment],
+    profile: str,
+    seeds: Sequence[int],
+    more: Sequence[str] = (),
+    only: Mapping[str, Sequence[str]] | None = None,
+) -> list[Job]:
+    """All runs of some experiments, each once, the first seed of everything first.
+
+    Args:
+        experiments: what to run.
+        profile: ``paper``, ``mini``, ...
+        seeds: of the runs.
+        more: overrides that say where and how to run; the result must not depend on them.
+        only: for some axes, the labels to run.
+    """
+    found: dict[str, Job] = {}
+
+    def add(overrides: list[str], evaluate: Sequence[str], needs: list[str]) -> str:
+        config = compose(overrides)
+        job = found.setdefault(config.hash, Job(overrides, config, []))
+        job.evaluate += [kind for kind in evaluate if kind not in job.evaluate]
+        job.needs += needs
+        return config.hash
+
+    for seed in seeds:
+        for experiment in experiments:
+            for cell in experiment.cells(profile):
+                labels = zip(experiment.axes, cell, strict=True)
+                if any(label not in (only or {}).get(axis, [label]) for axis, label in labels):
+                    continue
+                needed = experiment.needed(cell, profile, seed, more).values()
+                needs = [add(overrides, [], []) for overrides in needed]
+                add(experiment.overrides(cell, profile, seed, more), experiment.evaluate, needs)
+    return list(found.values())
+
+
+def read_result(file: Path, config: Config) -> dict[str, Any] | None:
+    """The result of a run; None if there is none, or it was made when a default had another value."""
+    try:
+        result: dict[str, Any] = json.loads(file.read_text())
+        before, now = flat(result["config"]), flat(json.loads(json.dumps(config.content())))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return result if all(now.get(key, value) == value for key, value in before.items()) else None
+
+
+def collect(job: Job) -> dict[str, Any]:
+    """What is worth keeping of a finished run."""
+    metrics = json.loads((job.folder / "metrics.json").read_text())
+    evaluations = {file.stem: json.loads(file.read_text()) for file in (job.folder / "evaluation").glob("*.json")}
+    return {
+        "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
+        "profile": job.config.profile, "commit": job.commit, "machine": machine(job.config),
+        "seconds": round(metrics["seconds"], 1), "config": job.config.content(), "untrained": metrics["untrained"],
+        "rounds": [{key: _short(value) for key, value in row.items()} for row in metrics["rounds"]],
+        "evaluations": evaluations,
+    }  # fmt: skip
+
+
+class Sweep:
+    """Runs jobs, several at once, and writes a result file for each."""
+
+    def __init__(self, jobs: Sequence[Job], results: Path, workers: int, console: Console) -> None:
+        """Sorts out what is finished.
+
+        Args:
+            jobs: from `plan_jobs`.
+            results: folder of the result files.
+            workers: runs at once.
+            console: where to write.
+        """
+        self.results, self.workers, self.console = results, workers, console
+        self.jobs = list(jobs)
+        self.done = [job for job in jobs if self._is_done(job)]
+        self.waiting = [job for job in jobs if job not in self.done]
+        self._todo = [*self.waiting]
+        self.running: list[Job] = []
+        self.failed: list[Job] = []
+        self._commit = current_commit()
+
+    def run(self) -> list[Job]:
+        """Runs all that is left; returns the runs that failed."""
+        live = self.console.is_terminal and not os.environ.get("CI")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+        )
+        units = sum(job.config.federation.rounds for job in self.waiting)
+        before, started, said = self._rounds(), time.monotonic(), time.monotonic()
+        try:
+            with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
+                task = bar.add_task("starting", total=max(1, units))
+                while self.waiting or self.running:
+                    self._start()
+                    time.sleep(0.5)
+                    self._look_after()
+                    done = self._rounds()
+                    line = self._line(done - before, units - done, time.monotonic() - started)
+                    bar.update(task, completed=done, description=line)
+                    if not live and time.monotonic() - said > QUIET_SECONDS:
+                        self.console.print(f"  {line}", soft_wrap=True)
+                        said = time.monotonic()
+        finally:
+            self._stop()
+        return self.failed
+
+    def _line(self, rounds: int, left: int, seconds: float) -> str:
+        now = ", ".join(f"{j.config.name}-s{j.config.seed} {j.rounds_done()}/{j.config.federation.rounds}"
+                        for j in self.running)  # fmt: skip
+        eta = f"ETA {duration(seconds * left / rounds)}" if rounds else "ETA unknown"
+        return f"{len(self.done)} of {len(self.jobs)} runs, {eta}: {now}"
+
+    def _rounds(self) -> int:
+        """Rounds of all runs that were waiting at the start; a finished or failed run counts in full."""
+        open_jobs = {id(job) for job in [*self.waiting, *self.running]}
+        return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
+
+    def _is_done(self, job: Job) -> bool:
+        result = read_result(self.results / f"{job.name}.json", job.config)
+        return result is not None and all(kind in result["evaluations"] for kind in job.evaluate)
+
+    def _start(self) -> None:
+        unfinished = {job.config.hash for job in [*self.waiting, *self.running]}
+        ready = [job for job in self.waiting if not unfinished & set(job.needs)]
+        for job in ready[: self.workers - len(self.running)]:
+            self.waiting.remove(job)
+            job.commit = self._commit
+            self.running.append(job)
+            self._launch(job)
+
+    def _launch(self, job: Job) -> None:
+        """The next process of a run; without one left, its result is written."""
+        job.command = job.next_command()
+        if job.command is None:
+            result = collect(job)
+            write_atomically(self.results / f"{job.name}.json", json.dumps(result, indent=1).encode())
+            self.running.remove(job)
+            self.done.append(job)
+            last = [row["linear_top1"] for row in result["rounds"] if "linear_top1" in row]
+            accuracy = f", linear {last[-1]:.2f}" if last else ""
+            self.console.print(f"{job.name}: done{accuracy}", soft_wrap=True)
+            return
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(job.log, "ab") as log:
+            job.process = subprocess.Popen(
+                [sys.executable, "-m", "fedx_pl", *job.command], stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def _look_after(self) -> None:
+        for job in [*self.running]:
+            assert job.process is not None
+            code = job.process.poll()
+            if code is None:
+                continue
+            if code == 0 and job.next_command() != job.command:  # The same again would go on for ever.
+                self._launch(job)
+                continue
+            self.running.remove(job)
+            self.failed.append(job)
+            self.console.print(f"{job.name}: failed with exit code {code}: {_last_line(job.log)}", soft_wrap=True)
+
+    def _stop(self) -> None:
+        """Ends the runs that are still going; each loses at most the round it was in."""
+        for job in self.running:
+            assert job.process is not None
+            if job.process.poll() is None:
+                job.process.terminate()
+        for job in self.running:
+            assert job.process is not None
+            job.process.wait()
+
+
+def machine(config: Config) -> str:
+    """On what a run ran."""
+    cuda = config.run.device != "cpu" and torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if cuda else f"{config.run.threads or os.cpu_count()} CPU threads"
+    return f"{where}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
+
+
+def current_commit() -> str:
+    """Of the source, with a + if it has been changed since; empty if there is no git."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def resolve_profile(name: str) -> str:
+    """``auto``: the paper's with a GPU, else `mini`."""
+    return ("paper" if torch.cuda.is_available() else "mini") if name == "auto" else name
+
+
+def places(words: Sequence[str], workers: int) -> list[str]:
+    """Overrides that say where and how to run; what is run is the definition's business."""
+    for word in words:
+        if not word.startswith(("run.", "data.root=", "data.cache=", "data.download=", "data.workers=")):
+            raise UserError(f"{word} would change the experiment; write it into its YAML file, or use fedx-pl train")
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    shared = [f"run.threads={threads}"] if workers > 1 else []
+    return [*shared, *words]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """``"0,1,2"`` -> [0, 1, 2]."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--seeds {text} are not whole numbers; type --seeds 0,1,2") from None
+
+
+def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[str, list[str]]:
+    """``["method=FedSimCLR,FedBYOL"]`` -> the labels to run, by axis."""
+    known: dict[str, list[str]] = {}
+    for experiment in experiments:
+        for axis, labels in experiment.axes.items():
+            known.setdefault(axis, []).extend(labels)
+    found = {}
+    for word in words:
+        axis, _, listed = word.partition("=")
+        found[axis] = [label.strip() for label in listed.split(",")]
+        if axis not in known:
+            raise UserError(f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}")
+        if unknown := [label for label in found[axis] if label not in known[axis]]:
+            raise UserError(
+                f"--only {word}: {axis} has no {unknown[0]!r}; it has {', '.join(dict.fromkeys(known[axis]))}"
+            )
+    return found
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it printed nothing"

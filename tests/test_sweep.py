@@ -1,0 +1,179 @@
+"""Experiments are data: every definition composes, and the runner runs what is left."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedx_pl.cli import main
+from fedx_pl.config import compose
+from fedx_pl.errors import UserError
+from fedx_pl.runner import Job, parse_only, places, plan_jobs, read_result
+from fedx_pl.sweep import load_experiment, load_experiments
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("profile", ["paper", "mini"])
+def test_every_cell_of_every_experiment_composes_to_a_run_of_its_own(path: Path, profile: str) -> None:
+    experiment = load_experiment(path)
+    hashes = [experiment.config(cell, profile, seed=3).hash for cell in experiment.cells(profile)]
+    assert len(set(hashes)) == len(hashes) >= 2
+
+
+def test_the_main_table_has_all_methods_and_data_sets_of_the_paper() -> None:
+    table = load_experiment(EXPERIMENTS / "table1.yaml")
+    assert len(list(table.cells("paper"))) == 3 * 5 * 3
+    config = table.config(("SVHN", "FedU", "+ FedX"), "paper", seed=2)
+    assert (config.data.name, config.method.name, config.fedx.enabled, config.seed) == ("svhn", "fedu", True, 2)
+    assert (config.federation.rounds, config.optim.batch_size) == (100, 128)
+
+
+def test_rounds_times_epochs_is_a_thousand_as_in_the_paper() -> None:
+    experiment = load_experiment(EXPERIMENTS / "rounds.yaml")
+    configs = [experiment.config(cell, "paper", seed=0) for cell in experiment.cells("paper")]
+    assert {c.federation.rounds * c.federation.epochs for c in configs} == {1000}
+
+
+def test_experiments_share_runs() -> None:
+    """The full FedX of the ablation is a run of the main table: nothing is run twice."""
+    experiments = [load_experiment(EXPERIMENTS / f"{name}.yaml") for name in ("table1", "ablation", "curves")]
+    jobs = plan_jobs(experiments, "mini", seeds=[0, 1])
+    assert len(jobs) == 2 * (2 * 5 * 3 + 9 - 1)
+    assert [job.config.seed for job in jobs] == sorted(job.config.seed for job in jobs)
+
+
+def test_a_needed_run_comes_first_and_its_folder_is_filled_in() -> None:
+    experiment = load_experiment(EXPERIMENTS / "rivals.yaml")
+    jobs = plan_jobs([experiment], "mini", [4], only={"variant": ["+ FedCA"]})
+    base, fedca = jobs
+    assert (base.config.federation.clients, base.config.seed) == (1, 1000)
+    assert fedca.config.fedca.base == str(base.config.run_folder)
+    assert fedca.needs == [base.config.hash]
+
+
+def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:
+    assert compose(["fedx.tau=0.1"]).hash == compose([]).hash
+    words = [["method=byol"], ["fedx=true"], ["fedx.tau=0.2"], ["seed=1"], ["method.embed_dim=64"], ["moon=true"]]
+    hashes = {compose(word).hash for word in words}
+    assert len(hashes) == len(words)
+    assert compose([]).hash not in hashes
+
+
+def definition(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.yaml").write_text(text)
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("title: a\naxes: {v: {x: []}}\nbaselin: x", "no key 'baselin'; did you mean 'baseline'"),
+        ("title: a\naxes: {v: {x: []}}\nbaseline: y", "baseline: 'y' is not one of x"),
+        ("title: a\naxes: {v: {x: []}}\nshow: [pie]", "show: 'pie' is not one of table"),
+        ("title: a\naxes: {v: {x: []}}\nprofiles: {mini: {v: [z]}}", "'z' is not one of x"),
+        ("title: a", "needs a title and axes"),
+        ("- a", "no keys"),
+        ("a: [", "not a readable experiment"),
+    ],
+)
+def test_a_wrong_definition_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_experiment(definition(tmp_path, text))
+
+
+def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
+    assert places(["run.root=a", "data.root=b"], workers=1) == ["run.root=a", "data.root=b"]
+    with pytest.raises(UserError, match=r"federation.rounds=2 would change the experiment"):
+        places(["federation.rounds=2"], workers=1)
+
+
+def test_only_names_axes_and_labels() -> None:
+    experiments = load_experiments(EXPERIMENTS)
+    assert parse_only(["method=FedBYOL,FedU"], experiments) == {"method": ["FedBYOL", "FedU"]}
+    with pytest.raises(UserError, match="there is no axis 'methods'; the axes are"):
+        parse_only(["methods=FedU"], experiments)
+    with pytest.raises(UserError, match="method has no 'FedV'; it has FedSimCLR"):
+        parse_only(["method=FedV"], experiments)
+
+
+@pytest.fixture
+def experiment(tiny: list[str], tmp_path: Path) -> Path:
+    """Two runs that work and one that does not."""
+    what = " ".join(word for word in tiny if not word.startswith(("run.", "data.root", "data.download")))
+    return definition(
+        tmp_path / "experiments",
+        f"title: mine\nbase: {what}\n"
+        "axes:\n  variant: {plain: method=simclr, + FedX: fedx=true, broken: partition.file=/nowhere.json}\n"
+        "baseline: plain\n",
+    )
+
+
+def where(tiny: list[str]) -> list[str]:
+    return [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
+
+
+def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
+    experiment: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", str(experiment), "profile=paper", *where(tiny), "--definitions", str(experiment.parent)]
+    assert main([*words, "--jobs", "2"]) == 1
+    output = capsys.readouterr().out
+    assert "3 runs, 0 finished already, 6 rounds to go, 2 at once" in output
+    assert "failed with exit code 2: error: partition.file=/nowhere.json" in output
+    results = sorted((experiment.parent / "results" / "paper").glob("*.json"))
+    assert len(results) == 2
+    plain = json.loads(results[-1].read_text())
+    assert [row["round"] for row in plain["rounds"]] == [1, 2]
+    assert plain["rounds"][-1]["linear_top1"] >= 0
+    assert plain["seconds"] > 0
+    assert {"hash", "commit", "seed", "config", "untrained", "machine"} <= plain.keys()
+
+    before = {file: file.stat().st_mtime_ns for file in results}
+    assert main([*words, "--only", "variant=plain,+ FedX"]) == 0
+    assert "2 runs, 2 finished already, 0 rounds to go" in capsys.readouterr().out
+    assert before == {file: file.stat().st_mtime_ns for file in results}
+
+
+def test_a_result_of_another_default_does_not_count(tmp_path: Path) -> None:
+    config = compose([])
+    content = json.loads(json.dumps(config.content()))
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"config": content}))
+    assert read_result(file, config) is not None
+    del content["fedx"]["queue_size"]  # A key that came later.
+    file.write_text(json.dumps({"config": content}))
+    assert read_result(file, config) is not None
+    content["fedx"]["tau"] = 0.2
+    file.write_text(json.dumps({"config": content}))
+    assert read_result(file, config) is None
+    file.write_text("{")
+    assert read_result(file, config) is None
+
+
+def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["sweep", "regularisers", "profile=mini", "--definitions", str(EXPERIMENTS), "--results", str(tmp_path)]
+    assert main([*words, "--dry-run", "--seeds", "0,1"]) == 0
+    output = capsys.readouterr().out
+    assert "8 runs, 0 finished already" in output
+    lines = [line for line in output.splitlines() if line.startswith("fedx-pl train")]
+    assert len(lines) == 8
+    assert sum("regularizer=scaffold" in line for line in lines) == 2
+    for line in lines:
+        compose(line.split()[2:])
+
+
+def test_a_run_that_evaluates_is_finished_when_it_has_been_evaluated(tmp_path: Path) -> None:
+    """Training comes first, then each kind of evaluation that has not left its file yet."""
+    overrides = [f"run.dir={tmp_path / 'run'}", "federation.rounds=1", "run.threads=1"]
+    job = Job(overrides, compose(overrides), ["semi", "geometry"])
+    assert job.next_command() == ["train", *overrides]
+    (tmp_path / "run" / "evaluation").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.csv").write_text("round\n1\n")
+    (tmp_path / "run" / "encoder.safetensors").write_bytes(b"")
+    assert job.next_command() == ["evaluate", str(tmp_path / "run"), "semi", "run.threads=1"]
+    for kind in ("semi", "geometry"):
+        (tmp_path / "run" / "evaluation" / f"{kind}.json").write_text("{}")
+    assert job.next_command() is None
