@@ -51,6 +51,9 @@ def test_a_needed_run_comes_first_and_its_folder_is_filled_in() -> None:
     assert (base.config.federation.clients, base.config.seed) == (1, 1000)
     assert fedca.config.fedca.base == str(base.config.run_folder)
     assert fedca.needs == [base.config.hash]
+    elsewhere = plan_jobs([experiment], "mini", [4], ["run.root=elsewhere"], only={"variant": ["+ FedCA"]})[1]
+    assert elsewhere.config.fedca.base != fedca.config.fedca.base
+    assert elsewhere.config.hash == fedca.config.hash  # Where runs lie is not what they are.
 
 
 def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:

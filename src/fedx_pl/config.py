@@ -146,6 +146,7 @@ class Config:
         del content["run"]
         for place in ("cache", "download", "workers"):
             del content["data"][place]
+        content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
         # For these the root says which images, for the others only where they lie.
         if self.data.name not in ("folder", "imagenet10"):
             del content["data"]["root"]
