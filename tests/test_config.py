@@ -219,3 +219,11 @@ def test_cosine_schedule_falls_over_the_rounds() -> None:
     optim = compose(["recipe=strong", "optim.lr=0.4"]).optim
     assert [round(optim.lr_at(r, 4), 3) for r in (1, 2, 3, 4)] == [0.4, 0.341, 0.2, 0.059]
     assert compose([]).optim.lr_at(99, 100) == 0.01
+
+
+def test_a_preset_gives_the_probe_its_values_and_own_keys_win() -> None:
+    linear = compose(["evaluation.linear.epochs=7", "evaluation.linear.preset=fedema"]).evaluation.linear
+    assert (linear.epochs, linear.lr, linear.batch_size, linear.weight_decay) == (7, 3e-3, 2048, 0.0)
+    assert compose(["evaluation.linear.preset=fedx"]).hash == compose([]).hash
+    with pytest.raises(UserError, match=r"evaluation.linear.preset=other.*fedx or fedema"):
+        compose(["evaluation.linear.preset=other"])

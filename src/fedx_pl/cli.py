@@ -73,15 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         "Results go to RUN/evaluation/.",
     )
     evaluate.add_argument("run", type=Path, help="a run folder")
-    evaluate.add_argument(
-        "overrides", nargs="*", help="what to measure (linear if not said) and evaluation.* keys"
-    )
+    evaluate.add_argument("overrides", nargs="*", help="what to measure (linear if not said) and evaluation.* keys")
     evaluate.set_defaults(command=_evaluate)
     sweep = commands.add_parser(
         "sweep",
         help="run the experiments behind tables and figures",
         usage="fedx-pl sweep EXPERIMENT ... [profile=mini] [--seeds 0,1,2] [--jobs 2] [--only AXIS=LABEL,LABEL]",
-        description="Runs what is not finished yet, goes on with what was cut off, and keeps a small result file of each "
+        description="Runs what is not finished yet, goes on with what was cut off, and keeps a small result file of a "
         "run for `fedx-pl report`. EXPERIMENT is a file experiments/NAME.yaml, or its NAME.",
     )
     sweep.add_argument("overrides", nargs="+", help="names of experiments, profile=..., run.* and data.* keys")

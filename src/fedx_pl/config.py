@@ -35,6 +35,7 @@ from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.regularizers import RegularizerOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
 from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
@@ -220,6 +221,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     for group in FILE_GROUPS:
         schema = _merge(schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml")
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
+    # A preset first, so that a key of one's own wins wherever it stands.
+    for key, value in settings:
+        if key == "evaluation.linear.preset" and value in PRESETS:
+            schema = _merge(schema, _nested("evaluation.linear", dataclasses.asdict(PRESETS[value])), key)
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
     for name, mixin in MIXINS.items():

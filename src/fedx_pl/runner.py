@@ -125,7 +125,8 @@ def read_result(file: Path, config: Config) -> dict[str, Any] | None:
 def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
     metrics = json.loads((job.folder / "metrics.json").read_text())
-    evaluations = {file.stem: json.loads(file.read_text()) for file in (job.folder / "evaluation").glob("*.json")}
+    files = (job.folder / "evaluation").glob("*.json")
+    evaluations = {file.stem: json.loads(file.read_text())["results"] for file in files}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
         "profile": job.config.profile, "commit": job.commit, "machine": machine(job.config),

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedx_pl.errors import UserError
 from fedx_pl.evaluation import linear
-from fedx_pl.evaluation.linear import LinearOptions, LinearResult, fit, linear_probe
+from fedx_pl.evaluation.linear import PRESETS, LinearOptions, LinearResult, fit, linear_probe
 
 
 def blobs(count: int, classes: int, width: int = 16, noise: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -188,3 +189,12 @@ def test_features_that_overflow_give_nan_and_a_warning():
 
 def test_every_option_has_help():
     assert all(option.metadata["help"] for option in dataclasses.fields(LinearOptions))
+
+
+def test_the_default_preset_is_the_fedx_authors_and_fedema_has_its_own_values():
+    assert PRESETS["fedx"] == LinearOptions()
+    fedema = PRESETS["fedema"]
+    values = (fedema.preset, fedema.epochs, fedema.lr, fedema.weight_decay, fedema.batch_size)
+    assert values == ("fedema", 200, 3e-3, 0.0, 2048)
+    with pytest.raises(UserError, match=r"evaluation\.linear\.preset=moco .* type evaluation\.linear\.preset=fedx or"):
+        LinearOptions(preset="moco")

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.finetune import SemiOptions
+from fedx_pl.evaluation.geometry import rankme, uniformity
 from fedx_pl.evaluation.knn import knn_accuracy
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.methods.base import SSLMethod
@@ -26,10 +28,14 @@ class EvaluationOptions:
     linear_every: int = field(
         default=10, metadata={"help": "rounds between linear probes; the last round always has one"}
     )
+    geometry_clients: int = field(
+        default=10, metadata={"help": "evaluate RUN geometry: clients trained once more, at most"}
+    )
     linear: LinearOptions = field(default_factory=LinearOptions)
+    semi: SemiOptions = field(default_factory=SemiOptions)
 
     def __post_init__(self) -> None:
-        for name in ("knn_every", "knn_k", "linear_every"):
+        for name in ("knn_every", "knn_k", "linear_every", "geometry_clients"):
             require(f"evaluation.{name}", value := getattr(self, name), value >= 1, f"evaluation.{name}=1 or more")
 
 
@@ -61,8 +67,19 @@ class Evaluator:
         return round % self.options.knn_every == 0, round % self.options.linear_every == 0
 
     def measure(self, model: SSLMethod, device: torch.device, round: int, rounds: int) -> dict[str, float]:
-        """Accuracies in percent that are due after a round, by name."""
+        """What is due after a round, by name."""
         knn, linear = self.due(round, rounds)
+        return self.look(model, device, knn=knn, linear=linear)
+
+    def look(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
+        """Accuracies in percent, and beside kNN two alarms for a collapse: RankMe and uniformity of the test features.
+
+        Args:
+            model: whose backbone is measured.
+            device: where.
+            knn: ``knn_top1``, ``rankme`` and ``uniformity`` are wanted.
+            linear: ``linear_top1`` and ``linear_top5`` are wanted.
+        """
         if not self.possible or not (knn or linear):
             return {}
         assert self.data.test is not None
@@ -72,6 +89,7 @@ class Evaluator:
         found = {}
         if knn:
             found["knn_top1"] = knn_accuracy(*sets, k=self.options.knn_k, classes=classes)
+            found |= {"rankme": rankme(test_x), "uniformity": uniformity(test_x)}
         if linear:
             probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
             found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
@@ -93,7 +111,7 @@ class Evaluator:
         features = extract(model.backbone.to(device), sample, self.prepare)
         per_image = (time.perf_counter() - started) / len(sample)
         labels = torch.zeros(len(features), dtype=torch.long, device=features.device)
-        options = LinearOptions(epochs=5, batch_size=self.options.linear.batch_size)
+        options = replace(self.options.linear, epochs=5)
         started = time.perf_counter()
         linear_probe(features, labels, features, labels, classes=len(self.data.classes), options=options, seed=0)
         per_row = (time.perf_counter() - started) / (5 * len(features))

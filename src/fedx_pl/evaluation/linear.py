@@ -28,17 +28,31 @@ _SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a sec
 class LinearOptions:
     """How the linear probe is trained; the defaults are those of the FedX authors."""
 
+    preset: str = field(
+        default="fedx", metadata={"help": "whose values the others start from: fedx | fedema; keys of your own win"}
+    )
     epochs: int = field(default=100, metadata={"help": "passes over the labelled train features"})
     lr: float = field(default=1e-3, metadata={"help": "learning rate of Adam"})
     weight_decay: float = field(default=1e-6, metadata={"help": "L2 penalty inside Adam's gradient (not AdamW)"})
     batch_size: int = field(default=64, metadata={"help": "features per step"})
 
     def __post_init__(self) -> None:
+        known = self.preset in ("fedx", "fedema")
+        require("evaluation.linear.preset", self.preset, known, "evaluation.linear.preset=fedx or fedema")
         for name in ("epochs", "batch_size"):
             require(f"evaluation.linear.{name}", value := getattr(self, name), value >= 1, "1 or more")
         require("evaluation.linear.lr", self.lr, 0 < self.lr < math.inf, "evaluation.linear.lr=0.001")
         decay = self.weight_decay
         require("evaluation.linear.weight_decay", decay, 0 <= decay < math.inf, "evaluation.linear.weight_decay=1e-6")
+
+
+# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has a batch size of 512
+# among its options, which goes to the extraction of features; the classifier's own is 2048. It does not shuffle; here
+# every epoch is.
+PRESETS = {
+    "fedx": LinearOptions(),
+    "fedema": LinearOptions("fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048),
+}
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class Orchestrator:
         views = next(plan.client_data(0, round=1).epoch(0))
         writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
-        writer.accuracy(0, self.state.untrained)
+        self._log_evaluation(writer, 0, self.state.untrained)
         self.display.row({"round": 0, **self.state.untrained})
 
     def _row(self, round: int, updates: list[Update], *, dropped: int, trained: float) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Orchestrator:
 
     def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update]) -> None:
         round = row["round"]
-        writer.accuracy(round, {key: value for key, value in row.items() if "_top" in key})
+        self._log_evaluation(writer, round, row)
         scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss_")}
         scalars["loss/total"] = row["loss"]
         scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
@@ -235,6 +235,10 @@ class Orchestrator:
             first_step = update.memory.steps - len(update.losses)
             writer.client_losses(update.client, first_step, update.losses, update.loss_names)
         writer.round(round, scalars)
+
+    def _log_evaluation(self, writer: RunWriter, round: int, found: dict[str, Any]) -> None:
+        writer.accuracy(round, {key: value for key, value in found.items() if "_top" in key})
+        writer.round(round, {f"health/{key}": found[key] for key in ("rankme", "uniformity") if key in found})
 
     def _next_state(self, average: FedAvg) -> State:
         """The averaged weights, and what the regulariser's server makes of the averaged rest."""

@@ -1,0 +1,142 @@
+"""Few labels: a classifier on the encoder, and the whole network fine-tuned on a small labelled part of the images.
+
+The paper gives 1, 5 and 10 % of the labels, SGD with learning rate 1e-3 and 100 epochs. It is silent on the rest, for
+which we take what pre-training uses: momentum 0.9, the run's own augmentation (one view per image) and 64 images per
+step, as FedX has. There is no weight decay. The labelled images of all clients are in one place.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedx_pl.data.augment import Augment
+from fedx_pl.data.module import ImageStore
+from fedx_pl.data.sources import Split
+from fedx_pl.errors import require
+from fedx_pl.evaluation.features import extract
+from fedx_pl.seeding import derive
+
+
+@dataclass(frozen=True)
+class SemiOptions:
+    """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
+
+    fractions: list[float] = field(
+        default_factory=lambda: [0.01, 0.05, 0.1], metadata={"help": "shares of the training labels, one result each"}
+    )
+    epochs: int = field(default=100, metadata={"help": "passes over the labelled images"})
+    lr: float = field(default=1e-3, metadata={"help": "learning rate of SGD"})
+    momentum: float = field(default=0.9, metadata={"help": "SGD momentum"})
+    batch_size: int = field(default=64, metadata={"help": "images per step"})
+
+    def __post_init__(self) -> None:
+        possible = len(self.fractions) > 0 and all(0 < fraction <= 1 for fraction in self.fractions)
+        require("evaluation.semi.fractions", self.fractions, possible, "evaluation.semi.fractions=[0.01,0.1]")
+        for name in ("epochs", "batch_size"):
+            require(f"evaluation.semi.{name}", value := getattr(self, name), value >= 1, "1 or more")
+        require("evaluation.semi.lr", self.lr, 0 < self.lr < math.inf, "evaluation.semi.lr=0.001")
+        require("evaluation.semi.momentum", self.momentum, 0 <= self.momentum < 1, "evaluation.semi.momentum=0.9")
+
+    def steps(self, images: int) -> int:
+        """Optimiser steps on so many labelled images."""
+        return self.epochs * -(-images // self.batch_size)
+
+
+def labelled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Chooses a share of the labelled images, with classes in the proportions of the whole.
+
+    Every class is rounded down, to no less than one image; what then is missing of the share comes from the classes
+    that lost most by it.
+
+    Args:
+        labels: int64 (N,); -1 for an image without a label, which is never chosen.
+        fraction: in (0, 1].
+        seed: each class has an order that depends on nothing else, so that a larger share adds to a smaller one.
+
+    Returns:
+        int64 (n,) rows, ascending.
+    """
+    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    wanted = fraction * counts
+    sizes = np.maximum(np.floor(wanted + 1e-9), 1).astype(int)  # 0.07 * 100 is 7.000000000000001, 0.29 * 100 28.99...
+    missing = max(0, round(fraction * counts.sum()) - sizes.sum())
+    sizes[np.argsort(sizes - wanted, kind="stable")[:missing]] += 1
+    rows = []
+    for label, size in zip(classes, sizes, strict=True):
+        draw = np.random.default_rng(derive(seed, "labels", int(label)))
+        rows.append(draw.permutation(np.flatnonzero(labels == label))[:size])
+    return np.sort(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
+
+
+def fine_tune(
+    backbone: nn.Module,
+    store: ImageStore,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    augment: Augment,
+    *,
+    classes: int,
+    options: SemiOptions,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> nn.Module:
+    """Trains a copy of the backbone and a new linear classifier as one, with cross-entropy and BatchNorm in train mode.
+
+    Args:
+        backbone: maps images to (n, ``backbone.feature_dim``); it is left as it is.
+        store: the training images; the copy is trained on its device.
+        rows: (n,) of the images to train on.
+        labels: (n,) in 0 .. classes - 1, of these images.
+        augment: makes one random view of each image.
+        classes: number of classes.
+        options: epochs, learning rate, momentum and batch size.
+        seed: of the classifier, the order of the images and their views; the global random state is left alone.
+        tick: called after every step.
+
+    Returns:
+        The fine-tuned network, (n, C, h, w) -> (n, classes).
+    """
+    device = store.device
+    index, targets = torch.from_numpy(rows).to(store.index_device), torch.from_numpy(labels).to(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derive(seed, "classifier"))  # for dropout as well
+        classifier = nn.Linear(int(backbone.feature_dim), classes)  # type: ignore[arg-type]
+        network = nn.Sequential(copy.deepcopy(backbone), classifier).to(device).train()
+        optimizer = torch.optim.SGD(network.parameters(), options.lr, options.momentum, fused=True)
+        for epoch in range(options.epochs):
+            host = torch.Generator().manual_seed(derive(seed, "order", epoch))
+            generator = torch.Generator(device).manual_seed(derive(seed, "augment", epoch))
+            for chosen in torch.randperm(len(rows), generator=host).split(options.batch_size):
+                if len(chosen) == 1:
+                    chosen = chosen.repeat(2)  # BatchNorm needs two of anything.
+                views = augment(store.take(index[chosen.to(index.device)]), generator)
+                optimizer.zero_grad()
+                F.cross_entropy(network(views), targets[chosen.to(device)]).backward()
+                optimizer.step()
+                tick()
+    return network
+
+
+def top1(network: nn.Module, test: Split, prepare: Callable[[Tensor], Tensor]) -> float:
+    """Percent of the labelled test images that a classifier gets right; nan with a warning if it has diverged.
+
+    Args:
+        network: (n, C, h, w) -> (n, classes).
+        test: images and labels; those with label -1 are left out.
+        prepare: uint8 (n, H, W, C) -> normalised network input.
+    """
+    assert test.labels is not None
+    logits = extract(network, test.images, prepare).cpu()
+    if not torch.isfinite(logits).all():
+        warnings.warn("fine-tuning diverged: the accuracy is nan", stacklevel=2)
+        return math.nan
+    labels = torch.from_numpy(test.labels)
+    known = labels >= 0
+    return 100 * (logits.argmax(1) == labels)[known].double().mean().item()
