@@ -1,5 +1,6 @@
 """The command line as users meet it: what it prints, what it refuses, with which exit code."""
 
+import json
 import os
 import re
 import signal
@@ -177,3 +178,17 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
     assert "the same command goes on after the last finished round" in error
     assert "Traceback" not in error
     assert (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *tiny, f"run.dir={tmp_path / 'run'}"]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.json").read_text())["rounds"][-1]
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "run"), "knn", "linear"]) == 0
+    output = capsys.readouterr().out
+    assert f"{last['linear_top1']:.2f}" in output
+    assert f"{last['knn_top1']:.2f}" in output
+    assert cli.main(["evaluate", str(tmp_path / "run"), "linaer"]) == 2
+    assert "there is no evaluation 'linaer'" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err

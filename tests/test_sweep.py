@@ -1,6 +1,12 @@
 """Experiments are data: every definition composes, and the runner runs what is left."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +144,34 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert main([*words, "--only", "variant=plain,+ FedX"]) == 0
     assert "2 runs, 2 finished already, 0 rounds to go" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in results}
+
+
+def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -> None:
+    """Ctrl-C reaches the sweep and its run; the next sweep starts after the last finished round."""
+    what = " ".join(
+        word for word in tiny if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
+    )
+    rare = "federation.rounds=12 evaluation.knn_every=12 evaluation.linear_every=12"
+    axes = f"axes:\n  variant: {{plain: method=simclr {rare}}}"
+    path = definition(tmp_path / "experiments", f"title: mine\nbase: {what}\n{axes}\n")
+    command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
+    command += ["--definitions", str(path.parent)]
+    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 100
+    while not (tables := list((tmp_path / "runs").glob("*/metrics.csv"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGINT)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 130, errors
+    rounds = tables[0].read_text().count("\n") - 1
+    assert 1 <= rounds < 12
+    assert not list(path.parent.glob("results/*/*.json"))
+
+    second = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert second.returncode == 0, second.stdout
+    log = next((tmp_path / "runs").glob("*.log")).read_text()
+    assert re.search(r"going on after round \d+ of 12", log)
+    assert len(list(path.parent.glob("results/paper/*.json"))) == 1
 
 
 def test_a_result_of_another_default_does_not_count(tmp_path: Path) -> None:
