@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,8 @@ class Config:
         for place in ("cache", "download", "workers"):
             del content["data"][place]
         content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
-        # For these the root says which images, for the others only where they lie.
-        if self.data.name not in ("folder", "imagenet10"):
+        # For a folder the root says which images, for the others only where they lie.
+        if self.data.name != "folder":
             del content["data"]["root"]
         return content
 
@@ -160,7 +160,7 @@ class Config:
         Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
         default does not show in it; those who go by the hash compare the whole `content` as well.
         """
-        usual = flat(_frozen(_schema(self.method.name)).content())
+        usual = _usual(self.method.name)
         unusual = {k: v for k, v in flat(self.content()).items() if k == "method.name" or usual.get(k, ...) != v}
         return hashlib.sha256(json.dumps(unusual, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -288,6 +288,12 @@ def _schema(method_name: str) -> DictConfig:
     options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)
     whole = [("method", options, field(default_factory=options))]
     return _unlocked(OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True)))
+
+
+@cache
+def _usual(method_name: str) -> dict[str, Any]:
+    """The defaults as dotted keys and values."""
+    return flat(_frozen(_schema(method_name)).content())
 
 
 def _frozen(schema: DictConfig) -> Config:

@@ -1,0 +1,136 @@
+"""In which settings the runs of a report differ from the paper."""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedx_pl.config import all_keys
+from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
+from fedx_pl.reporting.results import Composer, Runs, settings
+
+Settings = Mapping[str, Any]
+_NAMES = ("name", "profile", "seed", "fedca.base")  # these say which run it is, not how it is done
+
+
+def difference_blocks(used: Sequence[Runs], composer: Composer, definitions: Path, out: Path) -> list[Block]:
+    """The section: a table of all keys that differ, and what no key says.
+
+    Args:
+        used: the experiments that have results.
+        composer: of their configurations.
+        definitions: the folder of the experiments, beside ``docs``.
+        out: the folder of the report.
+    """
+    compared = _configurations(used, composer)
+    profile = used[0].profile
+    blocks: list[Block] = [Heading("What differs from the paper", anchor="differences")]
+    rows = _rows(compared)
+    if rows:
+        text = " of each run that was used are compared with those of the same run at profile "
+        blocks.append(Paragraph(["All settings", text, Code("paper"), ", key by key; these are not the same."]))
+        head = ["key", "paper", f"here ({profile})", "where", "meaning"]
+        blocks.append(Table(head, rows, labels=1))
+    else:
+        blocks.append(Paragraph(["All settings of the runs are those of profile ", Code("paper"), "."]))
+    return [
+        *blocks,
+        Paragraph(["And what no key says:"]),
+        Bullets(_remarks([one.here for one in compared], definitions, out)),
+    ]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A configuration, the same at the paper's scale, and the experiment that it comes from."""
+
+    here: Settings
+    paper: Settings
+    experiment: str
+
+
+def _configurations(used: Sequence[Runs], composer: Composer) -> list[_Compared]:
+    """Of all cells that have a result, each once."""
+    found: dict[str, _Compared] = {}
+    for runs in used:
+        for cell, results in runs.found.items():
+            seed = min(results)
+            here = composer(runs.experiment, cell, runs.profile, seed)
+            if here.hash not in found:
+                paper = composer(runs.experiment, cell, "paper", seed)
+                found[here.hash] = _Compared(settings(here), settings(paper), runs.experiment.name)
+    return list(found.values())
+
+
+def _rows(compared: Sequence[_Compared]) -> list[list[Inline]]:
+    places: dict[tuple[str, str, str], list[_Compared]] = defaultdict(list)
+    for one in compared:
+        for key in dict.fromkeys([*one.paper, *one.here]):
+            paper, here = one.paper.get(key), one.here.get(key)
+            if here != paper and key not in _NAMES and not _idle(key, one.here):
+                places[key, _text(paper), _text(here)].append(one)
+    helps = {key: text for key, _, text in all_keys()}
+    return [
+        [Code(key), Code(paper), Code(here), _where(place, compared), helps.get(key, "")]
+        for (key, paper, here), place in sorted(places.items())
+    ]
+
+
+def _idle(key: str, one: Settings) -> bool:
+    """Whether a key has no effect: the images of the small data sets have one size."""
+    return key == "data.image_size" and one["data.name"] not in ("folder", "imagenet10")
+
+
+def _where(place: Sequence[_Compared], everything: Sequence[_Compared]) -> str:
+    """In the fewest words: all runs, all of some data sets or methods, or by experiment."""
+    rest = [one for one in everything if one not in place]
+    if not rest:
+        return "all runs"
+    for key in ("data.name", "method.name"):
+        names = list(dict.fromkeys(one.here[key] for one in place))
+        if not any(one.here[key] in names for one in rest):
+            return f"{key.partition('.')[0]}: {', '.join(names)}"
+    few, start = (rest, "all but some of ") if len(rest) < len(place) else (place, "some of ")
+    return start + ", ".join(dict.fromkeys(one.experiment for one in few))
+
+
+def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> list[list[Inline]]:
+    """What is ours, or worth knowing beside the paper's numbers; only what concerns these runs."""
+    remarks: list[list[Inline]] = []
+    if any(one["fedx.enabled"] and one["method.name"] != "simclr" for one in everything):
+        remarks.append(
+            ["FedX on any method but SimCLR is our own design, from the paper's text: no code of it was released."]
+        )
+    batch = "optim.batch_size"
+    if any(one["fedx.enabled"] for one in everything) and len({s[batch] for s in everything}) > 1:
+        remarks.append([
+            "FedX cuts its batch into two halves and so takes twice the steps of a plain method with the same batch. A "
+            "plain method with half the batch takes as many: that is the fair baseline. The paper's plain numbers "
+            "stand beside the whole batch.",
+        ])  # fmt: skip
+    every = _several(everything, "evaluation.linear_every")
+    text = f"The best round is the best of those that were measured: one in {every} and the last one"
+    remarks.append([text, ". The paper's code measures every round."])
+    tested = _several(everything, "data.test_limit")
+    remarks.append([f"Tested on {'the full test set' if tested == '0' else f'{tested} test images (0: all of them)'}."])
+    if any(one["data.limit"] for one in everything):
+        remarks.append(
+            ["The linear probe and the kNN learn from the labels of the images that the clients have, no more."]
+        )
+    guide = definitions.resolve().parent / "docs" / "faithfulness.md"
+    inside = guide.exists() and out.resolve().is_relative_to(definitions.resolve().parent)
+    place: Inline = Code("docs/faithfulness.md")
+    if inside:
+        place = Link("docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix())
+    remarks.append(["What is the paper's, what its released code's and what ours, point by point: ", place, "."])
+    return remarks
+
+
+def _several(everything: Sequence[Settings], key: str) -> str:
+    return " or ".join(map(str, sorted({one[key] for one in everything})))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "-" if value is None else str(value)

@@ -1,0 +1,209 @@
+"""The results of finished runs, and which cell of which experiment each belongs to."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedx_pl.config import Config, flat
+from fedx_pl.errors import UserError
+from fedx_pl.sweep import Experiment, Labels
+
+FORMAT = 1
+LINEAR, KNN = "linear_top1", "knn_top1"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run, as the sweep wrote it."""
+
+    name: str
+    hash: str
+    seed: int
+    profile: str
+    commit: str
+    machine: str
+    seconds: float
+    config: Mapping[str, Any]  # dotted keys
+    untrained: Mapping[str, Any]
+    rounds: Sequence[Mapping[str, Any]]
+    evaluations: Mapping[str, Any]
+
+    @property
+    def rows(self) -> list[Mapping[str, Any]]:
+        """The rounds in order, without the untrained network."""
+        return sorted((row for row in self.rounds if row["round"] > 0), key=lambda row: int(row["round"]))
+
+    def measured(self, key: str = LINEAR) -> list[tuple[int, float]]:
+        """(round, accuracy) of the rounds that were measured."""
+        points = [(int(row["round"]), number(row.get(key))) for row in self.rows]
+        return [(round, value) for round, value in points if value is not None]
+
+    def last(self, key: str = LINEAR) -> float | None:
+        """The accuracy after the last round; nothing if that round has none, never an earlier one."""
+        return number(self.rows[-1].get(key))
+
+    def best(self, key: str = LINEAR) -> float | None:
+        """The accuracy of the best measured round."""
+        return max((value for _, value in self.measured(key)), default=None)
+
+
+Measure = Callable[[Result], float | None]  # one number of a run, if it has it
+
+
+def number(value: Any) -> float | None:
+    """What was measured; nothing for nan and for what is no number."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
+
+
+def read_results(folder: Path) -> tuple[list[Result], list[str]]:
+    """Reads all ``*.json`` of a folder.
+
+    Returns:
+        (the results by name and seed, a sentence for each file that had to be left out)
+
+    Raises:
+        UserError: the folder has no result, or has results of several profiles, which are never mixed in one table.
+    """
+    found: dict[str, Result] = {}
+    problems = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = _read(path)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            problems.append(f"{path.name} is no result of a finished run and was left out ({_reason(error)})")
+            continue
+        if result.hash in found:
+            problems.append(f"{path.name} is a second result of run {result.hash} and was left out")
+            continue
+        found[result.hash] = result
+    if not found:
+        left_out = f": {'; '.join(problems)}" if problems else ""
+        raise UserError(f"{folder} has no results{left_out}; type make table1 PROFILE=mini to make some")
+    profiles = sorted({result.profile for result in found.values()})
+    if len(profiles) > 1:
+        raise UserError(f"{folder} has results of several profiles ({', '.join(profiles)}); give each its own folder")
+    return sorted(found.values(), key=lambda result: (result.name, result.hash, result.seed)), problems
+
+
+def _read(path: Path) -> Result:
+    content = json.loads(path.read_text())
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, known is {FORMAT}")
+    result = Result(
+        name=str(content["name"]),
+        hash=str(content["hash"]),
+        seed=int(content["seed"]),
+        profile=str(content["profile"]),
+        commit=str(content["commit"]),
+        machine=str(content["machine"]),
+        seconds=float(content["seconds"]),
+        config=flat(content["config"]),
+        untrained=dict(content.get("untrained") or {}),
+        rounds=[dict(row) for row in content["rounds"]],
+        # As a sweep writes them, with the settings of the evaluation beside its results, or the results alone.
+        evaluations={name: dict(value.get("results", value)) for name, value in content["evaluations"].items()},
+    )
+    rounds = result.config["federation.rounds"]
+    if not result.rows or result.rows[-1]["round"] != rounds:
+        raise ValueError(f"its rounds end before the last, {rounds}")
+    return result
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+
+
+class Composer:
+    """The configurations of cells, each composed once: that is slow, and experiments share many."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, Config]] = {}
+
+    def __call__(self, experiment: Experiment, cell: Labels, profile: str, seed: int) -> Config:
+        """The run of a cell."""
+        labels = zip(experiment.axes.values(), cell, strict=True)
+        words = [*experiment.base, *(word for axis, label in labels for word in axis[label])]
+        needs = experiment.needs if any("=@" in word for word in words) else {}
+        by_seed = self._known.setdefault(json.dumps([profile, words, needs]), {})
+        if seed not in by_seed:
+            first = next(iter(by_seed.items()), None)
+            if first is None or first[0] != first[1].seed or needs:
+                by_seed[seed] = experiment.config(cell, profile, seed)
+            else:  # Nothing but the seed differs.
+                by_seed[seed] = dataclasses.replace(first[1], seed=seed)
+        return by_seed[seed]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All that decides a result, by dotted key, as JSON would bring it back."""
+    return flat(json.loads(json.dumps(config.content())))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The results of one experiment."""
+
+    experiment: Experiment
+    profile: str
+    cells: list[Labels]  # of the experiment at this profile, in its order
+    found: dict[Labels, dict[int, Result]] = field(default_factory=dict)  # by seed; cells without a result are absent
+
+    def of(self, cell: Labels) -> list[Result]:
+        """A cell's results, by seed."""
+        return list(self.found.get(cell, {}).values())
+
+    def values(self, cell: Labels, measure: Measure) -> dict[int, float]:
+        """A number of a cell's runs, by seed, of those that have it."""
+        numbers = {seed: measure(result) for seed, result in self.found.get(cell, {}).items()}
+        return {seed: value for seed, value in numbers.items() if value is not None}
+
+    @property
+    def groups(self) -> list[Labels]:
+        """The cells without the label of the last axis, in order: what is compared stands within a group."""
+        return list(dict.fromkeys(cell[:-1] for cell in self.cells))
+
+    @property
+    def variants(self) -> list[str]:
+        """The labels of the last axis."""
+        return list(dict.fromkeys(cell[-1] for cell in self.cells))
+
+    @property
+    def missing(self) -> list[Labels]:
+        """Cells without a result."""
+        return [cell for cell in self.cells if cell not in self.found]
+
+
+def match(
+    experiment: Experiment, results: Sequence[Result], composer: Composer, outdated: dict[str, list[str]]
+) -> Runs:
+    """Finds the results of an experiment's cells.
+
+    Args:
+        experiment: the definition.
+        results: all of one profile.
+        composer: of the configurations.
+        outdated: gets the keys in which a result with the right hash differs from today's configuration, by the
+            result's hash: it was run under another default, and is left out.
+    """
+    profile = results[0].profile
+    by_hash = {result.hash: result for result in results}
+    seeds = sorted({result.seed for result in results})
+    runs = Runs(experiment, profile, list(experiment.cells(profile)))
+    for cell in runs.cells:
+        for seed in seeds:
+            config = composer(experiment, cell, profile, seed)
+            result = by_hash.get(config.hash)
+            if result is None or any(name not in result.evaluations for name in experiment.evaluate):
+                continue
+            now, then = settings(config), result.config
+            differing = [key for key in now if key in then and now[key] != then[key]]
+            if differing:
+                outdated[result.hash] = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
+            else:
+                runs.found.setdefault(cell, {})[seed] = result
+    return runs

@@ -1,0 +1,309 @@
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from matplotlib.figure import Figure
+from result_files import COMPOSER, write_result
+
+from fedx_pl.config import compose
+from fedx_pl.errors import UserError
+from fedx_pl.reporting.report import write_report
+from fedx_pl.sweep import load_experiment
+
+DEFINITION = {
+    "title": "Two data sets & <three> variants",
+    "paper": "Table 9",
+    "note": "Made up.",
+    "base": "federation.rounds=30",
+    "axes": {
+        "data": {"CIFAR-10": "data=cifar10", "SVHN": "data=svhn"},
+        "variant": {"plain": "optim.batch_size=64", "a<b": "optim.batch_size=32", "+ FedX": "fedx=true"},
+    },
+    "columns": "data",
+    "baseline": "plain",
+}
+PAPER = {
+    "other": {},
+    "tiny": {"CIFAR-10": {"plain": [51.31, 52.88], "+ FedX": [56.88, 57.95]}, "SVHN": {"+ FedX": [None, 77.0]}},
+}
+
+
+@pytest.fixture
+def definitions(tmp_path):
+    folder = tmp_path / "experiments"
+    (folder / "paper").mkdir(parents=True)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION, sort_keys=False))
+    (folder / "paper" / "tables.yaml").write_text(yaml.safe_dump(PAPER | {"tiny": {}}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def shared_composer(monkeypatch):
+    monkeypatch.setattr("fedx_pl.reporting.report.Composer", lambda: COMPOSER)
+
+
+@pytest.fixture
+def results(definitions):
+    """CIFAR-10: three seeds of everything, "+ FedX" 2, 3 and 4 above plain, "a<b" exactly plain.
+    SVHN: plain with seed 0, "a<b" with seed 1 only, "+ FedX" with seed 0."""
+    folder = definitions / "results"
+    tiny = load_experiment(definitions / "tiny.yaml")
+    for seed in range(3):
+        base = 40.0 + seed
+        for label, more in {"plain": 0, "a<b": 0, "+ FedX": 2 + seed}.items():
+            write_result(folder, tiny, ("CIFAR-10", label), seed, {5: 39.0, 10: base + more + 1, 15: base + more})
+    write_result(folder, tiny, ("SVHN", "plain"), 0, {5: 50.0})
+    write_result(folder, tiny, ("SVHN", "a<b"), 1, {5: 60.0})
+    write_result(folder, tiny, ("SVHN", "+ FedX"), 0, {5: 51.5})
+    return folder
+
+
+def lines(folder):
+    return (folder / "report.md").read_text().splitlines()
+
+
+def rows(folder, *starts):
+    """The Markdown table rows that begin with these cells."""
+    return [line for line in lines(folder) if line.startswith("| " + " | ".join(starts) + " |")]
+
+
+def test_the_main_table_has_mean_deviation_and_number_of_seeds(results, definitions):
+    """plain: 40, 41, 42; + FedX: 42, 44, 46 (mean 44, deviation 2); the best round is one point higher. One seed has no
+    deviation."""
+    written = write_report(results, definitions)
+    assert written == [results / "report.md", results / "report.html"]
+    assert rows(results, "plain")[0] == "| plain | 41.00 ± 1.00 (3) | 42.00 ± 1.00 (3) | 50.00 (1) | 50.00 (1) |"
+    assert rows(results, "+ FedX")[0] == ("| + FedX | 44.00 ± 2.00 (3) | 45.00 ± 2.00 (3) | 51.50 (1) | 51.50 (1) |")
+    assert "| plain | 31.00 ± 1.00 (3) | 40.00 (1) |" in lines(results)  # kNN: ten points less
+
+
+def test_gains_are_paired_and_carry_a_verdict(results, definitions):
+    """2, 3, 4: mean 3 exceeds 4.303 x 1/sqrt(3) = 2.48. Nothing differs in "a<b". SVHN has one seed or none."""
+    write_report(results, definitions)
+    [fedx] = rows(results, "CIFAR-10", "+ FedX")
+    assert fedx == "| CIFAR-10 | + FedX | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 |"
+    [same] = rows(results, "CIFAR-10", r"a\<b")
+    assert same == r"| CIFAR-10 | a\<b | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 |"
+    assert rows(results, "SVHN", "+ FedX") == ["| SVHN | + FedX | +1.50 (1) | one seed: no statement | - |"]
+    assert rows(results, "SVHN", r"a\<b") == [r"| SVHN | a\<b | - | no seed in common: no statement | - |"]
+    text = "\n".join(lines(results))
+    assert "**+ FedX** against plain: the mean difference is positive in 2 of 2 rows; 1 above the seed noise, " in text
+    assert (
+        r"**a\<b** against plain: the mean difference is positive in 0 of 1 rows; 0 above the seed noise, 1 within"
+        in text
+    )
+    assert "improve" not in text
+
+
+def test_html_and_markdown_say_the_same_and_labels_are_escaped(results, definitions):
+    write_report(results, definitions)
+    html = (results / "report.html").read_text()
+    assert '<h2 id="tiny">Two data sets &amp; &lt;three&gt; variants – the paper&#x27;s Table 9</h2>' in html
+    assert "a&lt;b" in html
+    assert "a<b" not in html
+    assert "+3.00 ± 1.00 (3)" in html
+    assert "Made up." in html
+
+
+def test_standard_errors_are_over_five_measured_rounds(results, definitions):
+    """Rounds at 1, 2, 3, 4, 5 and 0: the last five are 2, 3, 4, 5, 0 (mean 2.8, squared deviations .64 + .04 + 1.44 +
+    4.84 + 7.84 = 14.8, so sqrt(14.8 / 4) / sqrt(5) = .86); the best five are 1 to 5 (mean 3, sqrt(10 / 4 / 5) = .71).
+    """
+    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"show": ["errors"]}, sort_keys=False))
+    tiny = load_experiment(definitions / "tiny.yaml")
+    write_result(results, tiny, ("SVHN", "plain"), 0, {5: 1.0, 10: 2.0, 15: 3.0, 20: 4.0, 25: 5.0, 30: 0.0})
+    write_report(results, definitions)
+    assert "| plain | - | - | 2.80 ± 0.86 (1) | 3.00 ± 0.71 (1) |" in lines(results)
+
+
+def test_curves_are_a_file_and_inside_of_the_page(results, definitions):
+    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"show": ["curves"]}, sort_keys=False))
+    written = write_report(results, definitions)
+    assert (results / "figures" / "tiny.png") in written
+    assert "](figures/tiny.png)" in (results / "report.md").read_text()
+    assert (results / "report.html").read_text().count("data:image/png;base64,") == 1
+
+
+def test_the_papers_numbers_stand_beside_as_another_scale(results, definitions):
+    """The paper's gain is 56.88 - 51.31 = 5.57."""
+    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(PAPER))
+    write_report(results, definitions)
+    text = "\n".join(lines(results))
+    assert "CIFAR-10: the paper's last / best" in text
+    assert rows(results, "+ FedX")[0].endswith("| 56.88 / 57.95 | 51.50 (1) | 51.50 (1) | - / 77.00 |")
+    assert rows(results, "CIFAR-10", "+ FedX")[0].endswith("| **above the seed noise** | +2.00 to +4.00 | +5.57 |")
+    assert rows(results, "SVHN", "+ FedX")[0].endswith("| one seed: no statement | - | - |")
+    assert "The paper's numbers are of another scale" in text
+    assert "This is not the paper's scale." in text
+
+
+def test_at_the_papers_scale_nothing_differs(tmp_path, definitions):
+    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(PAPER))
+    tiny = load_experiment(definitions / "tiny.yaml")
+    write_result(tmp_path / "paper", tiny, ("CIFAR-10", "plain"), 0, {5: 50.0}, profile="paper")
+    write_report(tmp_path / "paper", definitions)
+    text = (tmp_path / "paper" / "report.md").read_text()
+    assert "| plain | 50.00 (1) | 50.00 (1) | 51.31 / 52.88 | - | - | - |" in text
+    assert "another scale" not in text
+    assert "All settings of the runs are those of profile `paper`." in text
+
+
+def test_what_was_not_run_is_said(results, definitions):
+    for path in [*results.glob("svhn*"), *results.glob("cifar10*s0*")]:
+        path.unlink()
+    write_report(results, definitions)
+    text = "\n".join(lines(results))
+    assert "3 of 6 cells were run at profile `mini`, with 2 seeds each.** Not run: **SVHN (3 cells)." in text
+    assert rows(results, "plain")[0] == "| plain | 41.50 ± 0.71 (2) | 42.50 ± 0.71 (2) | - | - |"
+
+
+def test_the_summary_counts_what_is_used(results, definitions):
+    write_report(results, definitions)
+    text = "\n".join(lines(results))
+    epochs = compose(["profile=mini"]).federation.epochs
+    assert "12 runs of 1 experiment at profile `mini`: seeds 0, 1, 2; 30 rounds of " in text
+    assert f"{epochs} local epochs; 2.0 hours of wall time, summed over the runs, on 2 CPU threads." in text
+    [row] = [line for line in lines(results) if line.startswith("| SVHN / + FedX | 0 | svhn-simclr-fedx-mini |")]
+    assert row.endswith("| `abc1234` | 10.0 | tiny |")
+
+
+def test_settings_that_differ_from_the_paper_are_listed_with_their_place(results, definitions):
+    write_report(results, definitions)
+    found = {tuple(line.split(" | ")[:4]) for line in lines(results)}
+    mini = compose(["profile=mini"])
+    assert ("| `federation.clients`", "`10`", f"`{mini.federation.clients}`", "all runs") in found
+    for data in ("cifar10", "svhn"):  # Their jitter differs in the paper.
+        paper = compose([f"data={data}"])
+        assert ("| `augment.hue`", f"`{paper.augment.hue}`", f"`{mini.augment.hue}`", f"data: {data}") in found
+    keys = {line[0] for line in found}
+    assert "| `federation.rounds`" not in keys  # of the definition, the same at both scales
+    assert "| `optim.batch_size`" not in keys  # of an axis
+    assert "| `data.image_size`" not in keys  # of no effect for these data sets
+    assert "- Tested on the full test set." in lines(results)
+
+
+def test_settings_of_some_experiments_are_told_by_their_names(results, definitions):
+    """The seven cells of "tiny" have fewer clients than the paper, one of the two of "more" has as many."""
+    clients = {"few": [], "ten": "federation.clients=10"}
+    content = {"title": "More", "base": "federation.rounds=30", "axes": {"clients": clients}}
+    (definitions / "more.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    more = load_experiment(definitions / "more.yaml")
+    for label in clients:
+        write_result(results, more, (label,), 0, {5: 40.0})
+    write_report(results, definitions)
+    [row] = [line for line in lines(results) if line.startswith("| `federation.clients`")]
+    assert " | all but some of more | " in row
+
+
+def test_the_guide_to_the_differences_is_linked_within_the_repository(tmp_path, results, definitions):
+    guide = definitions.parent / "docs" / "faithfulness.md"
+    guide.parent.mkdir()
+    guide.touch()
+    write_report(results, definitions)
+    assert "[docs/faithfulness.md](../../docs/faithfulness.md)" in (results / "report.md").read_text()
+
+
+def test_files_that_could_not_be_used_are_named(results, definitions):
+    (results / "broken.json").write_text("{")
+    path = sorted(results.glob("cifar10-simclr-mini-s0-*.json"))[0]
+    content = json.loads(path.read_text())
+    content["config"]["optim"]["momentum"] = 0.5
+    path.write_text(json.dumps(content))
+    tiny = load_experiment(definitions / "tiny.yaml")
+    write_result(results, tiny, ("SVHN", "plain"), 0, {5: 1.0}, hash="00000000", name="stranger")
+    said = []
+    write_report(results, definitions, report=said.append)
+    [line] = said
+    assert line.startswith("broken.json is no result")
+    text = "\n".join(lines(results))
+    assert "- broken.json is no result" in text
+    assert "1 result of an older default was left out: cifar10-simclr-mini (optim.momentum was 0.5, is 0.9)" in text
+    assert "1 result in no table (of no experiment here, or built on by others): stranger" in text
+
+
+def test_results_of_no_experiment_still_make_a_page(tmp_path, results, definitions):
+    (definitions / "tiny.yaml").unlink()
+    out = tmp_path / "elsewhere"
+    assert write_report(results, definitions, out) == [out / "report.md", out / "report.html"]
+    assert "None of the 12 results belongs to an experiment" in (out / "report.md").read_text()
+
+
+def test_without_results_the_user_is_told_what_to_type(tmp_path, definitions):
+    with pytest.raises(UserError, match="make table1 PROFILE=mini"):
+        write_report(tmp_path / "nothing", definitions)
+
+
+def test_the_gains_of_the_main_table_open_the_report(results, definitions):
+    (definitions / "tiny.yaml").rename(definitions / "table1.yaml")
+    write_report(results, definitions)
+    text = (results / "report.md").read_text()
+    top = text[: text.index("How to read the numbers")]
+    assert "### + FedX against plain, last round" in top
+    assert "| CIFAR-10 | + FedX | +3.00 ± 1.00 (3) |" in top
+    assert "a\\<b" not in top
+
+
+def test_experiments_come_in_the_papers_order(results, definitions):
+    for name in ("aaa", "zzz"):
+        (definitions / f"{name}.yaml").write_text(yaml.safe_dump(DEFINITION | {"title": name}))
+    (definitions / "paper" / "tables.yaml").write_text("{zzz: {}, tiny: {}}")
+    write_report(results, definitions)
+    titles = [line.split()[1] for line in lines(results) if line.startswith("## ")]
+    assert titles[:3] == ["zzz", "Two", "aaa"]
+
+
+def evaluated(definitions, results, name, evaluations):
+    """An experiment of plain and + FedX with three seeds, FedX's numbers made by `evaluations` from the seed."""
+    content = {
+        "title": name, "base": "federation.rounds=30", "baseline": "plain", "evaluate": [name], "show": [name],
+        "axes": {"variant": {"plain": "optim.batch_size=64", "+ FedX": "fedx=true"}},
+    }  # fmt: skip
+    (definitions / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    experiment = load_experiment(definitions / f"{name}.yaml")
+    for seed in range(3):
+        for label in experiment.axes["variant"]:
+            found = {name: evaluations(label, seed)}
+            write_result(results, experiment, (label,), seed, {5: 40.0}, evaluations=found)
+
+
+def test_fine_tuning_is_a_table_by_share_of_labels(tmp_path, definitions):
+    """plain: 20, 21, 22; + FedX is 2, 3, 4 points above it with 1 % of the labels, none with 10 %."""
+    results = tmp_path / "semi"
+
+    def semi(label, seed):
+        more = (2 + seed) * (label == "+ FedX")
+        return {"0.1": {"labels": 250, "top1": 40.0 + seed}, "0.01": {"labels": 25, "top1": 20.0 + seed + more}}
+
+    evaluated(definitions, results, "semi", semi)
+    numbers = {"semi": {"plain": {0.01: 21.37, 0.1: 31.14}, "+ FedX": {0.01: 23.33}}}
+    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
+    write_report(results, definitions)
+    assert "| variant | 1 % of the labels | the paper's | 10 % of the labels | the paper's |" in lines(results)
+    assert "| plain | 21.00 ± 1.00 (3) | 21.37 | 41.00 ± 1.00 (3) | 31.14 |" in lines(results)
+    assert "| + FedX | 24.00 ± 2.00 (3) | 23.33 | 41.00 ± 1.00 (3) | - |" in lines(results)
+    gain = "| + FedX | 1 % | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 | +1.96 |"
+    assert gain in lines(results)
+    assert "| + FedX | 10 % | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 | - |" in lines(results)
+
+
+def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definitions, monkeypatch):
+    results, drawn = tmp_path / "geometry", {}
+
+    def geometry(label, seed):
+        return {"local_global_mean": 30.0 + seed, "interclass_mean": 80.0, "alignment": 0.5, "rankme": 9.0}
+
+    def figure(named):
+        drawn.update(named)
+        return Figure()
+
+    evaluated(definitions, results, "geometry", geometry)
+    numbers = {"geometry": {"plain": {"interclass_mean": 82.36}}}
+    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
+    monkeypatch.setitem(sys.modules, "fedx_pl.reporting.geometry_plots", SimpleNamespace(geometry_figure=figure))
+    write_report(results, definitions)
+    assert {name: found["local_global_mean"] for name, found in drawn.items()} == {"plain": 30.0, "+ FedX": 30.0}
+    assert (results / "figures" / "geometry.png").exists()
+    row = "| plain | 31.00 ± 1.00 (3) | 80.00 ± 0.00 (3) | 82.36 | 0.50 ± 0.00 (3) | - | 9.00 ± 0.00 (3) |"
+    assert row in lines(results)
