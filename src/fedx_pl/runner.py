@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -168,6 +169,7 @@ class Sweep:
         )
         units = sum(job.config.federation.rounds for job in self.waiting)
         before, started, said = self._rounds(), time.monotonic(), time.monotonic()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: the runs must not outlive the sweep.
         try:
             with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
                 task = bar.add_task("starting", total=max(1, units))
