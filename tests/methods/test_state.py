@@ -110,8 +110,9 @@ def test_moco_queries_do_not_pass_through_the_key_network_s_gradient() -> None:
 
 @pytest.mark.parametrize(("version", "tau", "head"), [(1, 0.07, nn.Linear), (2, 0.2, None)])
 def test_moco_versions_differ_in_head_and_temperature(version: int, tau: float, head: type | None) -> None:
-    model = make_model(MoCo, version=version)
+    model = make_model(MoCo, version=version, tau=0)
     assert model.tau == tau
+    assert make_model(MoCo, version=version).tau == 0.1
     assert isinstance(model.projector, nn.Linear) == (head is nn.Linear)
 
 

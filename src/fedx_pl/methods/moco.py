@@ -29,23 +29,23 @@ class MoCo(SSLMethod):
         version: int = 2,
         momentum: float = 0.99,
         queue_size: int = 4096,
-        tau: float = 0.0,
+        tau: float = 0.1,
         **base: Any,
     ) -> None:
         """Adds the key network and the queue.
 
         Args:
             backbone: see `SSLMethod`.
-            version: 1 is a linear head and temperature .07; 2 is an MLP head and temperature .2.
+            version: 1 is a linear head, 2 an MLP head.
             momentum: of the key network's moving average.
             queue_size: keys kept at most; a client with fewer images keeps fewer (`capacity`).
-            tau: temperature; 0 takes the version's own.
+            tau: temperature; the FedX paper has 0.1 for all objectives. 0 takes the version's own, .07 or .2.
             base: keyword arguments of `SSLMethod`.
         """
         require("method.version", version, version in (1, 2), "method.version=1 or method.version=2")
         require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
         require("method.queue_size", queue_size, queue_size >= 1, "method.queue_size=4096")
-        require("method.tau", tau, tau >= 0, "method.tau=0.2, or 0 for the version's own")
+        require("method.tau", tau, tau >= 0, "method.tau=0.1, or 0 for the version's own")
         super().__init__(backbone, **base)
         self.tau = tau or {1: 0.07, 2: 0.2}[version]
         if version == 1:
