@@ -11,6 +11,7 @@ INSTALL := $(BIN)/python -m pip install
 DATA    := cifar10 svhn fmnist imagenet10
 METHODS := simclr moco byol protocl fedu
 EXPERIMENTS := $(basename $(notdir $(wildcard experiments/*.yaml)))
+REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/results/$(PROFILE))
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
@@ -28,15 +29,13 @@ $(RUNS): .venv/installed
 	$(BIN)/fedx-pl train data=$(word 1,$(subst -, ,$@)) method=$(word 2,$(subst -, ,$@)) fedx=$(if $(filter %-fedx,$@),true,false) profile=$(PROFILE) seed=$(SEED) $(ARGS)
 
 $(EXPERIMENTS): .venv/installed
-	$(BIN)/fedx-pl sweep $@ profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
-	$(MAKE) report
+	$(BIN)/fedx-pl sweep $@ profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS); code=$$?; $(REPORT); exit $$code
 
 paper: .venv/installed  ## All experiments of the paper, then the report
-	$(BIN)/fedx-pl sweep $(EXPERIMENTS) profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
-	$(MAKE) report
+	$(BIN)/fedx-pl sweep $(EXPERIMENTS) profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS); code=$$?; $(REPORT); exit $$code
 
 report: .venv/installed  ## Tables and figures of all finished experiments
-	$(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/results/$(PROFILE))
+	$(REPORT)
 
 install: .venv/installed  ## Create .venv and install fedx-pl (about 5.5 GB with torch)
 

@@ -36,10 +36,11 @@ def test_the_main_table_has_all_methods_and_data_sets_of_the_paper() -> None:
     assert (config.federation.rounds, config.optim.batch_size) == (100, 128)
 
 
-def test_rounds_times_epochs_is_a_thousand_as_in_the_paper() -> None:
+@pytest.mark.parametrize(("profile", "epochs"), [("paper", 1000), ("mini", 200)])
+def test_rounds_times_epochs_is_the_same_for_all(profile: str, epochs: int) -> None:
     experiment = load_experiment(EXPERIMENTS / "rounds.yaml")
-    configs = [experiment.config(cell, "paper", seed=0) for cell in experiment.cells("paper")]
-    assert {c.federation.rounds * c.federation.epochs for c in configs} == {1000}
+    configs = [experiment.config(cell, profile, seed=0) for cell in experiment.cells(profile)]
+    assert {c.federation.rounds * c.federation.epochs for c in configs} == {epochs}
 
 
 def test_experiments_share_runs() -> None:
@@ -144,6 +145,11 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert main([*words, "--only", "variant=plain,+ FedX"]) == 0
     assert "2 runs, 2 finished already, 0 rounds to go" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in results}
+
+    assert main(["report", str(results[0].parent), "--definitions", str(experiment.parent)]) == 0
+    page = (results[0].parent / "report.md").read_text()
+    assert f"{plain['rounds'][-1]['linear_top1']:.2f} (1)" in page
+    assert "one seed: no statement" in page
 
 
 def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -> None:
