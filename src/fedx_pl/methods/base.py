@@ -324,10 +324,13 @@ class SSLMethod(pl.LightningModule):
         return batch
 
 
-def mlp(in_dim: int, hidden_dim: int, out_dim: int, *, batchnorm: bool = False) -> nn.Module:
-    """Linear, (BatchNorm,) ReLU, Linear: the shape of every head in the paper."""
-    norm = nn.BatchNorm1d(hidden_dim) if batchnorm else None
-    return ProjectionHead([(in_dim, hidden_dim, norm, nn.ReLU()), (hidden_dim, out_dim, None, None)])
+def mlp(
+    in_dim: int, hidden_dim: int, out_dim: int, *, batchnorm: bool = False, standardised: bool = False
+) -> nn.Module:
+    """Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights): the shape of every head in the paper."""
+    hidden = nn.BatchNorm1d(hidden_dim) if batchnorm else None
+    output = nn.BatchNorm1d(out_dim, affine=False) if standardised else None
+    return ProjectionHead([(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)])
 
 
 @torch.no_grad()

@@ -31,8 +31,10 @@ class BYOL(SSLMethod):
         require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
         super().__init__(backbone, **base)
         self.momentum = momentum
-        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily.
-        self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
+        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. Nothing
+        # in its loss keeps the z of different images apart, and FedX's relational terms draw them together: so z is
+        # standardised.
+        self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True)
         self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
         self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
         deactivate_requires_grad(self.target)
