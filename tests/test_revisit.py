@@ -208,3 +208,12 @@ def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
     assert found["local_global_mean"] > 0
     assert {"alignment", "uniformity", "rankme"} <= found.keys()
     assert not {"local_global", "interclass", "interclass_mean"} & found.keys()
+
+
+def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
+    rounds = json.loads((run / "metrics.json").read_text())["rounds"]
+    found = evaluate_run(run, ["knn"], report=silent, round=rounds[0]["round"])
+    assert found["knn"]["knn_top1"] == rounds[0]["knn_top1"] != rounds[-1]["knn_top1"]
+    assert (run / "evaluation" / f"knn_round_{rounds[0]['round']:05d}.json").exists()
+    with pytest.raises(UserError, match=r"no checkpoint of round 99 .*there are: 1, 2.*run.keep"):
+        evaluate_run(run, ["knn"], report=silent, round=99)

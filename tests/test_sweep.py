@@ -1,20 +1,25 @@
 """Experiments are data: every definition composes, and the runner runs what is left."""
 
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from fedx_pl import revisit
 from fedx_pl.cli import main
-from fedx_pl.config import compose
+from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
-from fedx_pl.runner import Job, parse_only, places, plan_jobs, read_result
+from fedx_pl.runner import Job, Sweep, parse_only, places, plan_jobs, read_result
 from fedx_pl.sweep import load_experiment, load_experiments
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -85,6 +90,10 @@ def definition(folder: Path, text: str) -> Path:
         ("title: a\naxes: {v: {x: []}}\nshow: [pie]", "show: 'pie' is not one of table"),
         ("title: a\naxes: {v: {x: []}}\nprofiles: {mini: {v: [z]}}", "'z' is not one of x"),
         ("title: a", "needs a title and axes"),
+        ("title: a\naxes: [x]", "needs a title and axes"),
+        ("title: a\naxes: {v: {x: []}}\nevaluate: [sem]", "evaluate: 'sem' is not one of linear"),
+        ("title: a\naxes: {v: {x: []}}\nshow: [semi]", "show: needs evaluate: 'semi'"),
+        ("title: a\naxes: {v: {x: fedca.base=@bas}}\nneeds: {base: seed=1}", "'bas' is not one of base"),
         ("- a", "no keys"),
         ("a: [", "not a readable experiment"),
     ],
@@ -132,7 +141,7 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert main([*words, "--jobs", "2"]) == 1
     output = capsys.readouterr().out
     assert "3 runs, 0 finished already, 6 rounds to go, 2 at once" in output
-    assert "failed with exit code 2: error: partition.file=/nowhere.json" in output
+    assert "failed: exit code 2: error: partition.file=/nowhere.json" in output
     results = sorted((experiment.parent / "results" / "paper").glob("*.json"))
     assert len(results) == 2
     plain = json.loads(results[-1].read_text())
@@ -208,15 +217,125 @@ def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_pa
         compose(line.split()[2:])
 
 
+def finished(job: Job, config: Config | None = None) -> Job:
+    """Leaves what a finished run leaves, as far as the runner looks at it."""
+    job.folder.mkdir(parents=True)
+    (job.folder / "config.yaml").write_text((config or job.config).to_yaml())
+    (job.folder / "metrics.csv").write_text("round\n1\n")
+    metrics = {"untrained": {}, "rounds": [{"round": 1, "linear_top1": 12.5}], "seconds": 3.0}
+    (job.folder / "metrics.json").write_text(json.dumps(metrics))
+    (job.folder / "encoder.safetensors").touch()
+    return job
+
+
+def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str = "run") -> Job:
+    overrides = [f"run.dir={tmp_path / name}", "federation.rounds=1", "run.threads=1", *words]
+    return Job(overrides, compose(overrides), list(evaluate))
+
+
+def evaluated(job: Job, kind: str, round: int = 1, **settings: object) -> None:
+    document = {"round": round, "settings": revisit.settings(kind, job.config) | settings, "results": {"x": 1.0}}
+    (job.folder / "evaluation").mkdir(exist_ok=True)
+    (job.folder / "evaluation" / f"{kind}.json").write_text(json.dumps(document))
+
+
 def test_a_run_that_evaluates_is_finished_when_it_has_been_evaluated(tmp_path: Path) -> None:
-    """Training comes first, then each kind of evaluation that has not left its file yet."""
-    overrides = [f"run.dir={tmp_path / 'run'}", "federation.rounds=1", "run.threads=1"]
-    job = Job(overrides, compose(overrides), ["semi", "geometry"])
-    assert job.next_command() == ["train", *overrides]
-    (tmp_path / "run" / "evaluation").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.csv").write_text("round\n1\n")
-    (tmp_path / "run" / "encoder.safetensors").write_bytes(b"")
-    assert job.next_command() == ["evaluate", str(tmp_path / "run"), "semi", "run.threads=1"]
-    for kind in ("semi", "geometry"):
-        (tmp_path / "run" / "evaluation" / f"{kind}.json").write_text("{}")
+    """Training comes first, then each kind of evaluation that has not left its file yet.
+
+    A file of an earlier round or made with other settings is somebody's look at the run, not the experiment's.
+    """
+    job = job_in(tmp_path, evaluate=["semi", "geometry"])
+    assert job.next_command() == ["train", *job.overrides]
+    finished(job)
+    first = ["evaluate", str(tmp_path / "run"), "semi", "run.threads=1"]
+    assert job.next_command() == first
+    evaluated(job, "semi", round=0)
+    assert job.next_command() == first
+    evaluated(job, "semi", epochs=1)
+    assert job.next_command() == first
+    evaluated(job, "semi")
+    assert job.next_command() == ["evaluate", str(tmp_path / "run"), "geometry", "run.threads=1"]
+    evaluated(job, "geometry")
     assert job.next_command() is None
+
+
+def test_a_finished_run_of_another_default_is_not_relabelled(tmp_path: Path) -> None:
+    """A default may change without the hash: the folder holds what was trained, and training there is refused."""
+    job = job_in(tmp_path)
+    finished(job, compose([*job.overrides, "fedx.tau=0.2"]))
+    assert job.next_command() == ["train", *job.overrides]
+
+
+def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
+    output = io.StringIO()
+    runner = Sweep(jobs, tmp_path / "results", 1, Console(file=output, width=500))
+    runner.run()
+    return runner, output.getvalue()
+
+
+def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
+    bad, good = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
+    (bad.folder / "metrics.json").write_text("{")
+    runner, output = sweep([bad, good], tmp_path)
+    assert runner.failed == [bad]
+    assert runner.done == [good]
+    assert f"{bad.folder} cannot be read" in output
+    assert "done, linear 12.50" in output
+
+
+def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
+    base, user = finished(job_in(tmp_path, "seed=1", name="a")), job_in(tmp_path, "seed=2", name="b")
+    (base.folder / "metrics.json").write_text("{")
+    user.needs = [base.config.hash]
+    runner, output = sweep([base, user], tmp_path)
+    assert runner.failed == [base, user]
+    assert "a run that it builds on failed" in output
+
+
+def test_a_needed_run_must_still_have_its_folder(tmp_path: Path) -> None:
+    base, user = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
+    sweep([base], tmp_path)
+    user.needs = [base.config.hash]
+    assert base in Sweep([base, user], tmp_path / "results", 1, Console()).done
+    shutil.rmtree(base.folder)
+    assert base in Sweep([base, user], tmp_path / "results", 1, Console()).waiting
+    assert base in Sweep([base], tmp_path / "results", 1, Console()).done
+
+
+def test_evaluations_outlive_their_run_folder(tmp_path: Path) -> None:
+    job = finished(job_in(tmp_path, evaluate=["semi"]))
+    evaluated(job, "semi")
+    sweep([job], tmp_path)
+    shutil.rmtree(job.folder)
+    again = finished(job_in(tmp_path, evaluate=["semi", "geometry"]))
+    evaluated(again, "semi")
+    evaluated(again, "geometry")
+    (again.folder / "evaluation" / "semi.json").unlink()
+    again.evaluate = ["geometry"]
+    sweep([again], tmp_path)
+    result = json.loads((tmp_path / "results" / f"{job.name}.json").read_text())
+    assert result["evaluations"] == {"semi": {"x": 1.0}, "geometry": {"x": 1.0}}
+
+
+def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
+    job = finished(job_in(tmp_path))
+    job.log.write_text(
+        "# commit abc1234: fedx-pl train\nround 1\n# commit def5678: fedx-pl train\n# commit def5678: x\n"
+    )
+    sweep([job], tmp_path)
+    assert json.loads((tmp_path / "results" / f"{job.name}.json").read_text())["commit"] == "abc1234, def5678"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile=mini"], "which experiment"),
+        (["table1", "--jobs", "0"], "--jobs 0 runs nothing"),
+        (["table1", "run.dir=x"], "type run.root=x"),
+        (["tabel1"], "not a readable experiment.*known: ablation, .*table1"),
+        (["table1", "--seeds", "a"], "type --seeds 0,1,2"),
+    ],
+)
+def test_a_sweep_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *words, "--definitions", str(EXPERIMENTS)]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("run", type=Path, help="a run folder")
     evaluate.add_argument("overrides", nargs="*", help="what to measure (linear if not said) and evaluation.* keys")
+    evaluate.add_argument("--round", type=int, help="of an older checkpoint that was kept (run.keep)")
     evaluate.set_defaults(command=_evaluate)
     sweep = commands.add_parser(
         "sweep",
@@ -140,7 +141,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     console = Console(markup=False, highlight=False)
     with terminal.steps(console, "evaluating") as tick:
         found = revisit.evaluate_run(
-            options.run, kinds, overrides, report=lambda line: console.print(line, soft_wrap=True), tick=tick
+            options.run, kinds, overrides, lambda line: console.print(line, soft_wrap=True), tick, options.round
         )
     console.print(terminal.evaluations(found))
     console.print(f"kept in {options.run / 'evaluation'}", soft_wrap=True)
@@ -151,6 +152,9 @@ def _sweep(options: argparse.Namespace) -> int:
     from fedx_pl.sweep import load_experiment
 
     names = [word for word in options.overrides if "=" not in word]
+    if not names:
+        known = ", ".join(sorted(file.stem for file in options.definitions.glob("*.yaml")))
+        raise UserError(f"which experiment? Type fedx-pl sweep NAME, one or more of {known}")
     words = [word for word in options.overrides if "=" in word]
     profile = next((word.partition("=")[2] for word in words if word.startswith("profile=")), "auto")
     profile = runner.resolve_profile(profile)

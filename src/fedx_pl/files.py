@@ -1,7 +1,15 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+"""Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
 
 import os
 from pathlib import Path
+from typing import IO
+
+from fedx_pl.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows: there a folder is not locked.
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -28,3 +36,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keeps other processes out of a folder until the returned file is closed or this process ends, however it ends."""
+    file = open(folder / ".lock", "w")  # noqa: SIM115 (held open on purpose)
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"another process is training in {folder}; wait for it, end it, or type run.dir=ANOTHER"
+            ) from None
+        except OSError:
+            pass  # Some network file systems cannot lock.
+    return file

@@ -48,8 +48,9 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     report: Report = print,
     tick: Tick | None = None,
+    round: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measures the newest checkpoint of a run and writes what it finds to ``RUN/evaluation/KIND.json``.
+    """Measures a checkpoint of a run and writes what it finds to ``RUN/evaluation/KIND.json``.
 
     Args:
         folder: of the run; it may still be training.
@@ -57,6 +58,7 @@ def evaluate_run(
         overrides: ``key=value`` for `CHANGEABLE` keys; the others are the run's own.
         report: takes one line for each thing worth knowing.
         tick: called with (steps done, steps in all) while something is trained, from the start for every kind.
+        round: whose checkpoint; the newest one's unless given. Results of an older one go to ``KIND_round_00012.json``.
 
     Returns:
         The results by kind::
@@ -78,7 +80,8 @@ def evaluate_run(
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no evaluation {kind!r}; type one of {', '.join(KINDS)}")
-    run = _open(folder, _changed(_read(folder), overrides), report)
+    run = _open(folder, _changed(_read(folder), overrides), report, round)
+    suffix = "" if round is None else f"_round_{round:05d}"
     if not run.plan.evaluator.possible and (labelled := [kind for kind in kinds if kind != "geometry"]):
         raise UserError(
             f"{folder} has no labels to measure {labelled[0]} with; type fedx-pl evaluate {folder} geometry"
@@ -86,15 +89,40 @@ def evaluate_run(
     found = {}
     for kind in dict.fromkeys(kinds):
         run.plan.load(run.global_state)
-        settings, results = _measure(kind, run, report, tick)
-        found[kind] = _tidy(results)
-        document = {"round": run.state.round, "settings": settings, "results": found[kind]}
-        write_atomically(folder / "evaluation" / f"{kind}.json", json.dumps(document, indent=1).encode())
+        found[kind] = _tidy(_measure(kind, run, report, tick))
+        document = {"round": run.state.round, "settings": settings(kind, run.plan.config), "results": found[kind]}
+        write_atomically(folder / "evaluation" / f"{kind}{suffix}.json", json.dumps(document, indent=1).encode())
         if kind == "geometry":
             from fedx_pl.reporting.geometry_plots import geometry_figure  # Here: matplotlib slows every start down.
 
-            geometry_figure({run.plan.config.name: found[kind]}).savefig(folder / "evaluation" / "geometry.png")
+            geometry_figure({run.plan.config.name: found[kind]}).savefig(
+                folder / "evaluation" / f"geometry{suffix}.png"
+            )
     return found
+
+
+def settings(kind: str, config: Config) -> dict[str, Any]:
+    """What a measurement depends on, beside the weights."""
+    options = config.evaluation
+    return {
+        "linear": dataclasses.asdict(options.linear),
+        "knn": {"k": options.knn_k},
+        "semi": dataclasses.asdict(options.semi),
+        "geometry": {"clients": options.geometry_clients, "epochs": config.federation.epochs},
+    }[kind]
+
+
+def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] | None:
+    """The results of a finished run as its configuration wants them; None if they are not there yet.
+
+    Not there are also those of an earlier round, or with other settings.
+    """
+    try:
+        document = json.loads((folder / "evaluation" / f"{kind}.json").read_text())
+        current = document["round"] == config.federation.rounds and document["settings"] == settings(kind, config)
+        return document["results"] if current else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -138,12 +166,12 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
     return replace(options, **{first: _replaced(getattr(options, first), rest, value) if rest else value})
 
 
-def _open(folder: Path, config: Config, report: Report) -> _Run:
+def _open(folder: Path, config: Config, report: Report, round: int | None) -> _Run:
     checkpoints = Checkpoints(folder)
-    newest = checkpoints.latest()
-    if newest is None:
+    found = checkpoints.latest() if round is None else checkpoints.read(round)
+    if found is None:
         raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
-    state, global_state = newest
+    state, global_state = found
     plan = prepare(config, report)
     try:
         clients = partition.load(
@@ -160,16 +188,13 @@ def _open(folder: Path, config: Config, report: Report) -> _Run:
 # --- the measurements -------------------------------------------------------------------------------------------------
 
 
-def _measure(kind: str, run: _Run, report: Report, tick: Tick | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that count, and the results."""
-    plan, options = run.plan, run.plan.config.evaluation
+def _measure(kind: str, run: _Run, report: Report, tick: Tick | None) -> dict[str, Any]:
+    plan = run.plan
     if kind == "semi":
-        return dataclasses.asdict(options.semi), _semi(plan, tick)
+        return _semi(plan, tick)
     if kind == "geometry":
-        settings = {"clients": options.geometry_clients, "epochs": plan.config.federation.epochs}
-        return settings, _geometry(run, report, tick)
-    settings = {"k": options.knn_k} if kind == "knn" else dataclasses.asdict(options.linear)
-    return settings, plan.evaluator.look(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
+        return _geometry(run, report, tick)
+    return plan.evaluator.look(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
 
 
 def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:

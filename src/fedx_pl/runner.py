@@ -21,13 +21,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedx_pl.config import Config, compose, flat
+from fedx_pl.config import Config, compose, flat, load
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
+from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
 from fedx_pl.terminal import QUIET_SECONDS, duration
 
 FORMAT = 1
+_START = "# commit "  # Begins the line that a log has for each process of a run.
 
 
 @dataclass(eq=False)
@@ -40,7 +42,6 @@ class Job:
     needs: list[str] = field(default_factory=list)  # hashes of runs that must be finished first
     process: subprocess.Popen[bytes] | None = None
     command: list[str] | None = None  # of the process
-    commit: str = ""
 
     @property
     def name(self) -> str:
@@ -57,6 +58,12 @@ class Job:
         """What the run printed."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
+    def commits(self) -> str:
+        """Of the source, whenever a process of this run was started: they are in its log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        starts = [line.removeprefix(_START).partition(":")[0] for line in lines if line.startswith(_START)]
+        return ", ".join(dict.fromkeys(starts))
+
     def rounds_done(self) -> int:
         """Read from the run's own table, so that it costs nothing to follow."""
         with contextlib.suppress(OSError):
@@ -64,14 +71,15 @@ class Job:
         return 0
 
     def trained(self) -> bool:
-        """Whether training has come to its end."""
-        return (self.folder / "encoder.safetensors").exists() and self.rounds_done() >= self.config.federation.rounds
+        """Whether training has come to its end, with this very configuration: the hash does not show a new default."""
+        done = (self.folder / "encoder.safetensors").exists() and self.rounds_done() >= self.config.federation.rounds
+        return done and load(self.folder / "config.yaml").content() == self.config.content()
 
     def next_command(self) -> list[str] | None:
         """What is still to be done for this run, as arguments of ``fedx-pl``."""
         if not self.trained():
             return ["train", *self.overrides]
-        left = [kind for kind in self.evaluate if not (self.folder / "evaluation" / f"{kind}.json").exists()]
+        left = [kind for kind in self.evaluate if read_evaluation(self.folder, kind, self.config) is None]
         how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
         return ["evaluate", str(self.folder), left[0], *how] if left else None
 
@@ -126,11 +134,11 @@ def read_result(file: Path, config: Config) -> dict[str, Any] | None:
 def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
     metrics = json.loads((job.folder / "metrics.json").read_text())
-    files = (job.folder / "evaluation").glob("*.json")
-    evaluations = {file.stem: json.loads(file.read_text())["results"] for file in files}
+    found = {kind: read_evaluation(job.folder, kind, job.config) for kind in KINDS}
+    evaluations = {kind: results for kind, results in found.items() if results is not None}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
-        "profile": job.config.profile, "commit": job.commit, "machine": machine(job.config),
+        "profile": job.config.profile, "commit": job.commits(), "machine": machine(job.config),
         "seconds": round(metrics["seconds"], 1), "config": job.config.content(), "untrained": metrics["untrained"],
         "rounds": [{key: _short(value) for key, value in row.items()} for row in metrics["rounds"]],
         "evaluations": evaluations,
@@ -151,12 +159,13 @@ class Sweep:
         """
         self.results, self.workers, self.console = results, workers, console
         self.jobs = list(jobs)
-        self.done = [job for job in jobs if self._is_done(job)]
-        self.waiting = [job for job in jobs if job not in self.done]
+        left = [job for job in jobs if not self._is_done(job)]
+        needed = {name for job in left for name in job.needs}  # These must be there with their weights.
+        self.waiting = [job for job in jobs if job in left or (job.config.hash in needed and not job.trained())]
+        self.done = [job for job in jobs if job not in self.waiting]
         self._todo = [*self.waiting]
         self.running: list[Job] = []
         self.failed: list[Job] = []
-        self._commit = current_commit()
 
     def run(self) -> list[Job]:
         """Runs all that is left; returns the runs that failed."""
@@ -169,7 +178,8 @@ class Sweep:
         )
         units = sum(job.config.federation.rounds for job in self.waiting)
         before, started, said = self._rounds(), time.monotonic(), time.monotonic()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: the runs must not outlive the sweep.
+        # As Ctrl-C: the runs must not outlive the sweep.
+        usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
                 task = bar.add_task("starting", total=max(1, units))
@@ -185,6 +195,7 @@ class Sweep:
                         said = time.monotonic()
         finally:
             self._stop()
+            signal.signal(signal.SIGTERM, usual)
         return self.failed
 
     def _line(self, rounds: int, left: int, seconds: float) -> str:
@@ -200,34 +211,54 @@ class Sweep:
 
     def _is_done(self, job: Job) -> bool:
         result = read_result(self.results / f"{job.name}.json", job.config)
-        return result is not None and all(kind in result["evaluations"] for kind in job.evaluate)
+        return result is not None and all(kind in result.get("evaluations", {}) for kind in job.evaluate)
 
     def _start(self) -> None:
+        failed = {job.config.hash for job in self.failed}
+        for job in [job for job in self.waiting if failed & set(job.needs)]:
+            self.waiting.remove(job)
+            self._fail(job, "a run that it builds on failed")
         unfinished = {job.config.hash for job in [*self.waiting, *self.running]}
         ready = [job for job in self.waiting if not unfinished & set(job.needs)]
         for job in ready[: self.workers - len(self.running)]:
             self.waiting.remove(job)
-            job.commit = self._commit
             self.running.append(job)
             self._launch(job)
 
+    def _fail(self, job: Job, why: str) -> None:
+        self.failed.append(job)
+        self.console.print(f"{job.name}: failed: {why}", soft_wrap=True)
+
     def _launch(self, job: Job) -> None:
         """The next process of a run; without one left, its result is written."""
-        job.command = job.next_command()
-        if job.command is None:
-            result = collect(job)
-            write_atomically(self.results / f"{job.name}.json", json.dumps(result, indent=1).encode())
+        try:
+            job.command = job.next_command()
+            if job.command is None:
+                self._keep(job)
+                return
+        except (OSError, ValueError, KeyError, TypeError, UserError) as error:  # A damaged file in its folder.
             self.running.remove(job)
-            self.done.append(job)
-            last = [row["linear_top1"] for row in result["rounds"] if "linear_top1" in row]
-            accuracy = f", linear {last[-1]:.2f}" if last else ""
-            self.console.print(f"{job.name}: done{accuracy}", soft_wrap=True)
+            self._fail(job, f"{job.folder} cannot be read ({error}); delete it to run it again")
             return
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as log:
+            log.write(f"{_START}{current_commit()}: fedx-pl {' '.join(job.command)}\n".encode())
+            log.flush()
             job.process = subprocess.Popen(
                 [sys.executable, "-m", "fedx_pl", *job.command], stdout=log, stderr=subprocess.STDOUT
             )
+
+    def _keep(self, job: Job) -> None:
+        """Writes the result of a finished run; evaluations whose run folder is gone stay in it."""
+        file, result = self.results / f"{job.name}.json", collect(job)
+        before = read_result(file, job.config) or {}
+        result["evaluations"] = before.get("evaluations", {}) | result["evaluations"]
+        write_atomically(file, json.dumps(result, indent=1).encode())
+        self.running.remove(job)
+        self.done.append(job)
+        last = [row["linear_top1"] for row in result["rounds"] if "linear_top1" in row]
+        accuracy = f", linear {last[-1]:.2f}" if last else ""
+        self.console.print(f"{job.name}: done{accuracy}", soft_wrap=True)
 
     def _look_after(self) -> None:
         for job in [*self.running]:
@@ -235,22 +266,21 @@ class Sweep:
             code = job.process.poll()
             if code is None:
                 continue
-            if code == 0 and job.next_command() != job.command:  # The same again would go on for ever.
+            before = job.command
+            if code == 0:
                 self._launch(job)
-                continue
-            self.running.remove(job)
-            self.failed.append(job)
-            self.console.print(f"{job.name}: failed with exit code {code}: {_last_line(job.log)}", soft_wrap=True)
+            if code or (job in self.running and job.command == before):  # The same again would go on for ever.
+                self.running.remove(job)
+                self._fail(job, f"exit code {code}: {_last_words(job.log)}")
 
     def _stop(self) -> None:
         """Ends the runs that are still going; each loses at most the round it was in."""
-        for job in self.running:
-            assert job.process is not None
-            if job.process.poll() is None:
-                job.process.terminate()
-        for job in self.running:
-            assert job.process is not None
-            job.process.wait()
+        processes = [job.process for job in self.running if job.process is not None]
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            process.wait()
 
 
 def machine(config: Config) -> str:
@@ -280,7 +310,11 @@ def resolve_profile(name: str) -> str:
 
 def places(words: Sequence[str], workers: int) -> list[str]:
     """Overrides that say where and how to run; what is run is the definition's business."""
+    if workers < 1:
+        raise UserError(f"--jobs {workers} runs nothing; type --jobs 1 or more")
     for word in words:
+        if word.startswith("run.dir="):
+            raise UserError(f"{word} would put all runs into one folder; type run.root={word.partition('=')[2]}")
         if not word.startswith(("run.", "data.root=", "data.cache=", "data.download=", "data.workers=")):
             raise UserError(f"{word} would change the experiment; write it into its YAML file, or use fedx-pl train")
     threads = max(1, (os.cpu_count() or 1) // workers)
@@ -319,6 +353,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _last_line(log: Path) -> str:
+def _last_words(log: Path) -> str:
+    """What a failed run said: its error if there is one, else its last line."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "it printed nothing"
+    errors = [line for line in lines if line.startswith("error:")]
+    return [*lines[-1:], *errors[-1:]][-1] if lines else "it printed nothing"

@@ -26,6 +26,7 @@ import yaml
 
 from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
+from fedx_pl.revisit import KINDS
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
 Labels = tuple[str, ...]
@@ -96,8 +97,7 @@ def load_experiment(path: Path) -> Experiment:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
-        near = get_close_matches(path.stem, names, n=1, cutoff=0.0)
-        raise UserError(f"{path} is not a readable experiment ({error}); known: {', '.join(near)}") from error
+        raise UserError(f"{path} is not a readable experiment ({error}); known: {', '.join(names)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not an experiment: it has no keys")
     if other := content.pop("runs", None):
@@ -109,8 +109,9 @@ def load_experiment(path: Path) -> Experiment:
         if key not in known:
             nearest = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise UserError(f"{path}: there is no key {key!r}; did you mean {nearest!r}?")
-    if "title" not in content or not content.get("axes"):
-        raise UserError(f"{path} needs a title and axes")
+    axes = content.get("axes")
+    if "title" not in content or not isinstance(axes, dict) or not all(isinstance(v, dict) for v in axes.values()):
+        raise UserError(f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}")
     axes = {axis: {str(k): _words(v) for k, v in labels.items()} for axis, labels in content.pop("axes").items()}
     needs = {name: _words(words) for name, words in content.pop("needs", {}).items()}
     experiment = Experiment(path.stem, axes=axes, base=_words(content.pop("base", [])), needs=needs, **content)
@@ -135,6 +136,13 @@ def _check(experiment: Experiment, path: Path) -> None:
 
     for word in experiment.show:
         require("show:", word, SHOWN)
+        if word in KINDS:
+            require("show: needs evaluate:", word, experiment.evaluate)
+    for word in experiment.evaluate:
+        require("evaluate:", word, KINDS)
+    for word in itertools.chain(*(words for labels in experiment.axes.values() for words in labels.values())):
+        if "=@" in word:
+            require(f"{word}:", word.partition("=@")[2], experiment.needs)
     if experiment.columns:
         require("columns:", experiment.columns, experiment.axes)
     if experiment.baseline:

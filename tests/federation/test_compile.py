@@ -21,7 +21,7 @@ pytestmark = [
 def test_compiled_networks_give_the_same_losses_and_are_compiled_once(relation: str) -> None:
     """Three rounds of two clients; after round 2, when F has statistics and is compiled, nothing is compiled again.
 
-    Both ways start each round from the same state, and the first two steps are compared: rounding grows with every step.
+    Both ways start each round from the same state; two steps are compared: rounding grows with every step.
     """
     losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     states = [make_model(wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16)).shared_state()]

@@ -291,3 +291,13 @@ def test_unlabelled_images_train_without_accuracies(tmp_path: Path, tiny: list[s
     assert "knn_top1" not in result.rows[-1]
     assert result.rows[-1]["loss"] > 0
     assert result.untrained == {}
+
+
+def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
+    config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
+    plan = prepare(config, report=lambda line: None)
+    first = Orchestrator(plan, Silent())
+    with pytest.raises(UserError, match=r"another process is training in .*run.dir=ANOTHER"):
+        Orchestrator(plan, Silent())
+    first.run()
+    Orchestrator(plan, Silent()).run()

@@ -66,6 +66,17 @@ def test_the_previous_model_is_what_the_client_trained_last_and_stays_private() 
     assert not any(name.startswith("moon_previous") for name in update.state)
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_previous_model_survives_an_absence(name: str) -> None:
+    """BYOL forgets its target then, but not what belongs to the mixin."""
+    model = make_model(wrap(MoonMixin, BUILT_IN[name]))
+    update = train(model, make_data())
+    other = {n: t + 0.1 if t.is_floating_point() else t for n, t in update.state.items()}
+    model.receive(other, update.memory.private, absent=2)
+    kept = model.private_state()["moon_previous.0.conv1.weight"]
+    torch.testing.assert_close(kept, update.state["backbone.conv1.weight"])
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A finished run, as far as FedCA looks at it."""
@@ -73,6 +84,7 @@ def base(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     state = make_model(SimCLR, seed=5).shared_state()
     save_file({name: t.contiguous() for name, t in state.items()}, folder / "global.safetensors")
+    (tmp_path / "run" / "encoder.safetensors").touch()
     return tmp_path / "run"
 
 
@@ -105,7 +117,7 @@ def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -
     fedca = wrap(FedCAMixin, SimCLR)
     with pytest.raises(UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"):
         make_model(fedca)
-    with pytest.raises(UserError, match="not the folder of a run"):
+    with pytest.raises(UserError, match="not the folder of a finished run"):
         make_model(fedca, fedca=FedCAOptions(base=str(tmp_path)))
     with pytest.raises(UserError, match=r"another network.*size mismatch"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)), embed_dim=4)
@@ -118,6 +130,7 @@ def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> No
     folder.mkdir(parents=True)
     state = {n: t.contiguous() for n, t in make_model(method).shared_state().items()}
     save_file(state, folder / "global.safetensors")
+    (tmp_path / "encoder.safetensors").touch()
     whole = wrap(FedXMixin, wrap(MoonMixin, wrap(FedCAMixin, method)))
     model = make_model(whole, fedca=FedCAOptions(base=str(tmp_path)))
     first = train(model, data_for(model))

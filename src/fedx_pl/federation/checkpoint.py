@@ -110,6 +110,17 @@ class Checkpoints:
                 folder.rename(aside)
         return None
 
+    def read(self, round: int) -> tuple[RunState, State]:
+        """A committed round by its number."""
+        try:
+            return self._read(self._rounds / f"round_{round:05d}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            kept = ", ".join(str(int(folder.name.removeprefix("round_"))) for folder in self._committed())
+            raise UserError(
+                f"there is no checkpoint of round {round} ({error}); there are: {kept or 'none'}. "
+                f"run.keep=N keeps the last N"
+            ) from error
+
     def _read(self, folder: Path) -> tuple[RunState, State]:
         manifest = json.loads((folder / "state.json").read_text())
         weights = (folder / "global.safetensors").read_bytes()

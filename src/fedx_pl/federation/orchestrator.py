@@ -21,7 +21,7 @@ from fedx_pl.federation.aggregate import BadUpdate, FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
 from fedx_pl.federation.plan import Plan
-from fedx_pl.files import write_atomically
+from fedx_pl.files import lock, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.reporting.tensorboard import RunWriter
 
@@ -76,7 +76,7 @@ class Orchestrator:
         trainer = LocalTrainer(
             plan.model, plan.device, plan.precision, self.display.step, config.run.compile, plan.regularizer
         )
-        with RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
+        with self._lock, RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
             self._introduce(writer)
             for round in range(self.state.round + 1, config.federation.rounds + 1):
                 started = time.perf_counter()
@@ -109,7 +109,7 @@ class Orchestrator:
                 self._commit(row, records, seconds=row["round_seconds"])
                 self._log(writer, row, updates)
                 self.display.row(row)
-        self._finish()
+            self._finish()
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds)
 
     # --- the run folder -----------------------------------------------------------------------------------------------
@@ -123,10 +123,11 @@ class Orchestrator:
                 )
             _refuse_other(load(file), config, self.folder)
             self._refuse_other_images()
-        elif self.folder.is_dir() and any(self.folder.iterdir()):
+        elif self.folder.is_dir() and any(not item.name.startswith(".") for item in self.folder.iterdir()):
             raise UserError(f"run.dir={self.folder} is not empty and holds no run; type run.dir=ANOTHER")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.folder)
             write_atomically(file, config.to_yaml().encode())
         except OSError as error:
             raise UserError(f"cannot write to {self.folder} ({error}); type run.dir=ANOTHER") from error

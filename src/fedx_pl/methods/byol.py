@@ -31,9 +31,9 @@ class BYOL(SSLMethod):
         require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
         super().__init__(backbone, **base)
         self.momentum = momentum
-        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. Nothing
-        # in its loss keeps the z of different images apart, and FedX's relational terms draw them together: so z is
-        # standardised.
+        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is
+        # standardised: nothing in BYOL's loss keeps the z of different images apart, and FedX's relational terms draw them
+        # together.
         self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True)
         self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
         self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
@@ -56,5 +56,7 @@ class BYOL(SSLMethod):
         return super().private_names() | {"target"}
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Forgets the target after an absence."""
-        super().receive(shared, None if absent else private, absent)
+        """Forgets the target after an absence; what else the client keeps, a mixin's state for instance, stays."""
+        super().receive(shared, private, absent)
+        if absent:
+            SSLMethod.reset_private(self)

@@ -41,14 +41,19 @@ class FedU(BYOL):
     def reset_private(self) -> None:
         """A newcomer takes the global predictor."""
         super().reset_private()
-        copy_state(self.own_predictor.state_dict(), self.predictor.state_dict())
-        self.divergence.zero_()
+        self._take_global_predictor()
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Puts the own predictor back in place if the client had diverged."""
+        """Puts the own predictor back in place if the client had diverged in the round before."""
         super().receive(shared, private, absent)
+        if absent:
+            self._take_global_predictor()
         if float(self.divergence) >= self.mu:
             copy_state(self.predictor.state_dict(), self.own_predictor.state_dict())
+
+    def _take_global_predictor(self) -> None:
+        copy_state(self.own_predictor.state_dict(), self.predictor.state_dict())
+        self.divergence.zero_()
 
     def on_round_start(self) -> None:
         """Remembers where the convolutions started."""

@@ -77,6 +77,8 @@ def _base_state(base: str) -> State:
         )
     files = sorted(Path(base).glob("checkpoints/round_*/global.safetensors"))
     try:
+        if not (Path(base) / "encoder.safetensors").exists():
+            raise FileNotFoundError("encoder.safetensors")
         return load_file(files[-1])
     except (IndexError, OSError, SafetensorError) as error:
-        raise UserError(f"fedca.base={base} is not the folder of a run with a finished round") from error
+        raise UserError(f"fedca.base={base} is not the folder of a finished run") from error

@@ -39,7 +39,9 @@ class FedXOptions:
     """The four terms and their variants."""
 
     enabled: bool = field(default=False, metadata={"help": "add FedX to the method (short: fedx=true)"})
-    local_contrast: float = field(default=1.0, metadata={"help": "weight of the method's own loss"})
+    local_contrast: float = field(
+        default=1.0, metadata={"help": "weight of the method's own loss (and of what other mixins added to it)"}
+    )
     local_relation: float = field(default=1.0, metadata={"help": "weight of the local relational loss"})
     global_contrast: float = field(default=1.0, metadata={"help": "weight of the global contrastive loss"})
     global_relation: float = field(default=1.0, metadata={"help": "weight of the global relational loss"})
