@@ -32,8 +32,8 @@ class BYOL(SSLMethod):
         super().__init__(backbone, **base)
         self.momentum = momentum
         # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is
-        # standardised: nothing in BYOL's loss keeps the z of different images apart, and FedX's relational terms draw them
-        # together.
+        # standardised: nothing in BYOL's loss keeps the z of different images apart, and FedX's relational terms draw
+        # them together.
         self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True)
         self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
         self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
