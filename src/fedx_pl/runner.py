@@ -21,14 +21,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedx_pl.config import Config, compose, flat, load
+from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
+from fedx_pl.reporting.results import FORMAT, fits
 from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
 from fedx_pl.terminal import QUIET_SECONDS, duration
 
-FORMAT = 1
 _START = "# commit "  # Begins the line that a log has for each process of a run.
 
 
@@ -124,11 +124,10 @@ def plan_jobs(
 def read_result(file: Path, config: Config) -> dict[str, Any] | None:
     """The result of a run; None if there is none, or it was made when a default had another value."""
     try:
-        result: dict[str, Any] = json.loads(file.read_text())
-        before, now = flat(result["config"]), flat(json.loads(json.dumps(config.content())))
-    except (OSError, ValueError, KeyError, TypeError):
+        result = json.loads(file.read_text())
+    except (OSError, ValueError):
         return None
-    return result if all(now.get(key, value) == value for key, value in before.items()) else None
+    return result if isinstance(result, dict) and fits(result, config) else None
 
 
 def collect(job: Job) -> dict[str, Any]:
@@ -286,7 +285,7 @@ class Sweep:
 def machine(config: Config) -> str:
     """On what a run ran."""
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
-    where = torch.cuda.get_device_name() if cuda else f"{config.run.threads or os.cpu_count()} CPU threads"
+    where = torch.cuda.get_device_name() if cuda else f"CPU, threads: {config.run.threads or os.cpu_count()}"
     return f"{where}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
 
 

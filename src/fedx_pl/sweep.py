@@ -1,6 +1,6 @@
 """Experiments: which runs make a table or a figure. A definition is data, ``experiments/NAME.yaml``::
 
-    title: Five methods with and without FedX
+    title: Two methods with and without FedX
     axes:                                  # runs are the product of the axes' labels
       data: {CIFAR-10: data=cifar10, SVHN: data=svhn}
       method: {FedSimCLR: method=simclr, FedBYOL: method=byol}
@@ -132,7 +132,7 @@ def _words(value: Any) -> list[str]:
 def _check(experiment: Experiment, path: Path) -> None:
     def require(what: str, word: str, known: Any) -> None:
         if word not in known:
-            raise UserError(f"{path}: {what} {word!r} is not one of {', '.join(known)}")
+            raise UserError(f"{path}: {what} {word!r} is not one of {', '.join(known) or 'none'}")
 
     for word in experiment.show:
         require("show:", word, SHOWN)

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.reporting.results import Composer
+from fedx_pl.reporting.results import configured
 from fedx_pl.sweep import Experiment, Labels
-
-COMPOSER = Composer()  # Composing is slow: all tests share what they compose.
 
 
 def write_result(
@@ -24,7 +22,7 @@ def write_result(
         linear: linear top-1 by round; the greatest round counts as the run's last.
         changes: other values for the file's keys.
     """
-    config = COMPOSER(experiment, cell, changes.get("profile", "mini"), seed)
+    config = configured(experiment, cell, changes.get("profile", "mini"), seed)
     rounds = config.federation.rounds
     last = max(linear)
     rows: list[dict[str, Any]] = [{"round": round, "loss": 1.0} for round in range(1, rounds + 1)]

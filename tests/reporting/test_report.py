@@ -1,16 +1,19 @@
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from matplotlib.figure import Figure
-from result_files import COMPOSER, write_result
+from result_files import write_result
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
 from fedx_pl.reporting.report import write_report
-from fedx_pl.sweep import load_experiment
+from fedx_pl.sweep import load_experiment, load_experiments
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 DEFINITION = {
     "title": "Two data sets & <three> variants",
@@ -37,11 +40,6 @@ def definitions(tmp_path):
     (folder / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION, sort_keys=False))
     (folder / "paper" / "tables.yaml").write_text(yaml.safe_dump(PAPER | {"tiny": {}}))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def shared_composer(monkeypatch):
-    monkeypatch.setattr("fedx_pl.reporting.report.Composer", lambda: COMPOSER)
 
 
 @pytest.fixture
@@ -116,6 +114,14 @@ def test_standard_errors_are_over_five_measured_rounds(results, definitions):
     write_result(results, tiny, ("SVHN", "plain"), 0, {5: 1.0, 10: 2.0, 15: 3.0, 20: 4.0, 25: 5.0, 30: 0.0})
     write_report(results, definitions)
     assert "| plain | - | - | 2.80 ± 0.86 (1) | 3.00 ± 0.71 (1) |" in lines(results)
+    text = "\n".join(lines(results))
+    assert "Ours: the mean of the last five measured rounds (10 to 30), and of the best five, ±" in text
+    assert "The paper's five follow one upon the other" in text
+    write_result(results, tiny, ("SVHN", "plain"), 0, dict.fromkeys(range(1, 31), 40.0))
+    write_report(results, definitions)
+    text = "\n".join(lines(results))
+    assert "the last five measured rounds (26 to 30), and" in text
+    assert "follow one upon the other" not in text
 
 
 def test_curves_are_a_file_and_inside_of_the_page(results, definitions):
@@ -155,8 +161,53 @@ def test_what_was_not_run_is_said(results, definitions):
         path.unlink()
     write_report(results, definitions)
     text = "\n".join(lines(results))
-    assert "3 of 6 cells were run at profile `mini`, with 2 seeds each.** Not run: **SVHN (3 cells)." in text
+    assert "3 of the 6 cells of profile `mini` were run, with 2 seeds each. **Not run:** SVHN." in text
+    assert "Not part of profile" not in text
     assert rows(results, "plain")[0] == "| plain | 41.50 ± 0.71 (2) | 42.50 ± 0.71 (2) | - | - |"
+
+
+def test_a_label_of_which_nothing_was_run_is_named_once(results, definitions):
+    """Left are plain and "a<b" on CIFAR-10 and plain on SVHN."""
+    tiny = load_experiment(definitions / "tiny.yaml")
+    for path in results.glob("*.json"):
+        path.unlink()
+    for cell in (("CIFAR-10", "plain"), ("CIFAR-10", "a<b"), ("SVHN", "plain")):
+        write_result(results, tiny, cell, 0, {5: 40.0})
+    write_report(results, definitions)
+    assert r"**Not run:** + FedX; SVHN / a\<b." in "\n".join(lines(results))
+
+
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ({"mini": {"data": ["CIFAR-10"]}}, "**Not part of profile mini:** SVHN."),
+        ({"mini": {"data": ["CIFAR-10"], "variant": ["plain"]}}, r"**Not part of profile mini:** SVHN; a\<b, + FedX."),
+        ({"paper": {"data": ["SVHN"]}, "mini": {"data": ["CIFAR-10"]}},
+         "**Not part of profile mini:** SVHN (instead: CIFAR-10)."),
+        ({"paper": {"data": ["CIFAR-10"]}}, ""),
+    ],
+)  # fmt: skip
+def test_labels_that_the_profile_leaves_out_are_named(results, definitions, profiles, said):
+    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"profiles": profiles}, sort_keys=False))
+    write_report(results, definitions)
+    [line] = [line for line in lines(results) if " cells of profile `mini` w" in line]
+    assert line.endswith(said or "each.")
+
+
+def test_labels_that_are_numbers_are_named_with_their_axis(tmp_path, definitions):
+    axes = {"rounds": {5: "federation.rounds=5", 9: "federation.rounds=9", "5 of two": []}}
+    profiles = {"paper": {"rounds": ["5", "9"]}, "mini": {"rounds": ["5 of two"]}}
+    content = {"title": "R", "axes": axes, "profiles": profiles}
+    (definitions / "more.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    write_result(tmp_path, load_experiment(definitions / "more.yaml"), ("5 of two",), 0, {5: 40.0})
+    write_report(tmp_path, definitions)
+    assert "each. **Not part of profile mini:** rounds 5, 9 (instead: 5 of two)." in "\n".join(lines(tmp_path))
+
+
+def test_titles_claim_no_numbers_that_a_profile_may_not_have():
+    """Only `errors` counts: its rounds are five at every profile."""
+    titles = [one.title.lower().split() for one in load_experiments(EXPERIMENTS) if one.name != "errors"]
+    assert not [words for words in titles if {"two", "three", "four", "five", "ten"} & set(words)]
 
 
 def test_the_summary_counts_what_is_used(results, definitions):
@@ -274,18 +325,19 @@ def test_fine_tuning_is_a_table_by_share_of_labels(tmp_path, definitions):
 
     def semi(label, seed):
         more = (2 + seed) * (label == "+ FedX")
-        return {"0.1": {"labels": 250, "top1": 40.0 + seed}, "0.01": {"labels": 25, "top1": 20.0 + seed + more}}
+        return {"0.1": {"labels": 250 - seed, "top1": 40.0 + seed}, "0.01": {"labels": 25, "top1": 20.0 + seed + more}}
 
     evaluated(definitions, results, "semi", semi)
     numbers = {"semi": {"plain": {0.01: 21.37, 0.1: 31.14}, "+ FedX": {0.01: 23.33}}}
     (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
     write_report(results, definitions)
-    assert "| variant | 1 % of the labels | the paper's | 10 % of the labels | the paper's |" in lines(results)
+    assert "| variant | 1 % (25 labels) | the paper's | 10 % (248 to 250 labels) | the paper's |" in lines(results)
     assert "| plain | 21.00 ± 1.00 (3) | 21.37 | 41.00 ± 1.00 (3) | 31.14 |" in lines(results)
     assert "| + FedX | 24.00 ± 2.00 (3) | 23.33 | 41.00 ± 1.00 (3) | - |" in lines(results)
-    gain = "| + FedX | 1 % | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 | +1.96 |"
+    gain = "| + FedX | 1 % (25 labels) | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 | +1.96 |"
     assert gain in lines(results)
-    assert "| + FedX | 10 % | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 | - |" in lines(results)
+    same = "| + FedX | 10 % (248 to 250 labels) | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 | - |"
+    assert same in lines(results)
 
 
 def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definitions, monkeypatch):
@@ -307,3 +359,21 @@ def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definiti
     assert (results / "figures" / "geometry.png").exists()
     row = "| plain | 31.00 ± 1.00 (3) | 80.00 ± 0.00 (3) | 82.36 | 0.50 ± 0.00 (3) | - | 9.00 ± 0.00 (3) |"
     assert row in lines(results)
+
+
+@pytest.mark.parametrize("kind", ["semi", "geometry"])
+def test_an_evaluation_that_no_result_holds_is_a_sentence(tmp_path, definitions, kind):
+    results = tmp_path / kind
+    evaluated(definitions, results, kind, lambda label, seed: {})
+    write_report(results, definitions)
+    assert f"None of these results holds the evaluation `{kind}`." in lines(results)
+
+
+@pytest.mark.parametrize("kind", ["semi", "geometry"])
+def test_an_evaluation_that_some_results_hold_is_shown_for_these(tmp_path, definitions, kind):
+    results = tmp_path / kind
+    values = {"semi": {"0.1": {"labels": 250, "top1": 33.0}}, "geometry": {"local_global_mean": 33.0}}
+    evaluated(definitions, results, kind, lambda label, seed: values[kind] if (label, seed) == ("plain", 1) else {})
+    write_report(results, definitions)
+    assert len([row for row in rows(results, "plain") if "33.00 (1)" in row]) == 1
+    assert not [row for row in rows(results, "+ FedX") if "33.00" in row]

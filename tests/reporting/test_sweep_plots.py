@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from result_files import COMPOSER, write_result
+from result_files import write_result
 
 from fedx_pl.reporting.plots import pixels
 from fedx_pl.reporting.results import match, read_results
@@ -17,7 +17,7 @@ AXES = {
 
 
 def figure_of(folder, experiment):
-    return curves_figure(match(experiment, read_results(folder)[0], COMPOSER, {}))
+    return curves_figure(match(experiment, read_results(folder)[0], {}))
 
 
 def test_a_line_is_the_mean_over_seeds_in_a_band_from_least_to_greatest(tmp_path):
@@ -56,6 +56,14 @@ def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path
     plain = {to_hex(line.get_color()) for axes in figure.axes for line in axes.lines if line.get_label() == "plain"}
     assert len(fedx) == len(plain) == 1
     assert fedx != plain
+
+
+def test_panels_of_one_label_of_the_columns_axis_fill_rows(tmp_path):
+    experiment = Experiment("many", "Many", AXES, columns="data", base=BASE)
+    for method in AXES["method"]:
+        write_result(tmp_path, experiment, ("SVHN", method, "plain"), 0, {5: 38.0, 30: 41.0})
+    first, second = figure_of(tmp_path, experiment).axes
+    assert first.get_subplotspec().rowspan == second.get_subplotspec().rowspan
 
 
 @pytest.mark.parametrize("count", [1, 9])

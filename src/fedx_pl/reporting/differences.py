@@ -9,22 +9,21 @@ from typing import Any
 
 from fedx_pl.config import all_keys
 from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
-from fedx_pl.reporting.results import Composer, Runs, settings
+from fedx_pl.reporting.results import Runs, configured, settings
 
 Settings = Mapping[str, Any]
 _NAMES = ("name", "profile", "seed", "fedca.base")  # these say which run it is, not how it is done
 
 
-def difference_blocks(used: Sequence[Runs], composer: Composer, definitions: Path, out: Path) -> list[Block]:
+def difference_blocks(used: Sequence[Runs], definitions: Path, out: Path) -> list[Block]:
     """The section: a table of all keys that differ, and what no key says.
 
     Args:
         used: the experiments that have results.
-        composer: of their configurations.
         definitions: the folder of the experiments, beside ``docs``.
         out: the folder of the report.
     """
-    compared = _configurations(used, composer)
+    compared = _configurations(used)
     profile = used[0].profile
     blocks: list[Block] = [Heading("What differs from the paper", anchor="differences")]
     rows = _rows(compared)
@@ -51,15 +50,15 @@ class _Compared:
     experiment: str
 
 
-def _configurations(used: Sequence[Runs], composer: Composer) -> list[_Compared]:
+def _configurations(used: Sequence[Runs]) -> list[_Compared]:
     """Of all cells that have a result, each once."""
     found: dict[str, _Compared] = {}
     for runs in used:
         for cell, results in runs.found.items():
             seed = min(results)
-            here = composer(runs.experiment, cell, runs.profile, seed)
+            here = configured(runs.experiment, cell, runs.profile, seed)
             if here.hash not in found:
-                paper = composer(runs.experiment, cell, "paper", seed)
+                paper = configured(runs.experiment, cell, "paper", seed)
                 found[here.hash] = _Compared(settings(here), settings(paper), runs.experiment.name)
     return list(found.values())
 

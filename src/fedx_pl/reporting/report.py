@@ -7,7 +7,7 @@ from fedx_pl.files import write_atomically
 from fedx_pl.reporting import comparison, pages, tables
 from fedx_pl.reporting.differences import difference_blocks
 from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Picture, Strong, Table
-from fedx_pl.reporting.results import Composer, Result, Runs, match, read_results
+from fedx_pl.reporting.results import Result, Runs, match, read_results
 from fedx_pl.reporting.sweep_plots import curves_figure
 from fedx_pl.reporting.tables import GEOMETRY, Paper
 from fedx_pl.sweep import load_experiments
@@ -40,19 +40,19 @@ def write_report(
     for problem in problems:
         report(problem)
     paper = Paper(definitions / "paper" / "tables.yaml")
-    composer, outdated = Composer(), dict[str, list[str]]()
+    outdated: dict[str, list[str]] = {}
     order = list(paper.tables)
     experiments = sorted(
         load_experiments(definitions),
         key=lambda one: (order.index(one.name) if one.name in order else len(order), one.name),
     )
-    used = [runs for one in experiments if (runs := match(one, found, composer, outdated)).found]
+    used = [runs for one in experiments if (runs := match(one, found, outdated)).found]
 
     blocks: list[Block] = [*_summary(found, used, paper)]
     for runs in used:
         blocks += _section(runs, paper)
     if used:
-        blocks += difference_blocks(used, composer, definitions, out)
+        blocks += difference_blocks(used, definitions, out)
     blocks += _what_ran(found, used, problems, outdated)
 
     written = {out / pages.FIGURES / f"{one.name}.png": one.png for one in blocks if isinstance(one, Picture)}
@@ -144,38 +144,52 @@ def _curves(runs: Runs, paper: Paper) -> Iterator[Block]:
 
 def _errors(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield tables.errors_table(runs, paper)
+    spans = tables.last_five(runs)
+    rounds = f" ({' or '.join(f'{first} to {last}' for first, last in spans)})" if spans else ""
+    apart = any(last - first >= tables.FIVE for first, last in spans)
     yield Paragraph([
-        "Ours: the mean of the last five, and of the best five, measured rounds ± their standard error (sample "
-        "standard deviation / √5), both averaged over the seeds. It says how much a run swings at its end, not "
-        "how much runs differ. A run with fewer than five measured rounds has none.",
+        f"Ours: the mean of the last five measured rounds{rounds}, and of the best five, ± their standard error "
+        "(sample standard deviation / √5), both averaged over the seeds. What a run still learns over the last five "
+        "is part of their error; how much runs differ is not. A run with fewer than five measured rounds has none.",
+        " The paper's five follow one upon the other: its code measures every round." if apart else "",
     ])  # fmt: skip
     yield from _scale_note(runs, paper)
 
 
 def _semi(runs: Runs, paper: Paper) -> Iterator[Block]:
+    shares = tables.semi_shares(runs)
+    if not shares:
+        yield _not_evaluated("semi")
+        return
     yield tables.semi_table(runs, paper)
     yield Paragraph(["Top-1 after fine-tuning the whole network with a share of the labels."])
     yield from _scale_note(runs, paper)
     if runs.experiment.baseline:
         measures = tables.semi_measures(runs)
         rows, reference = tables.gains(runs, measures, lambda cell, share: tables.semi_paper(paper, runs, cell, share))
-        yield from tables.gain_blocks(
-            _differences(runs), runs, rows, reference, {share: f"{100 * float(share):g} %" for share in measures}
-        )
+        yield from tables.gain_blocks(_differences(runs), runs, rows, reference, shares)
 
 
 def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
     from fedx_pl.reporting.geometry_plots import geometry_figure
 
+    found = {
+        (cell, seed): dict(result.evaluations["geometry"])
+        for cell, results in runs.found.items()
+        for seed, result in results.items()
+        if result.evaluations.get("geometry")
+    }
+    if not found:
+        yield _not_evaluated("geometry")
+        return
     yield tables.geometry_table(runs, paper)
     yield Paragraph([
         "Angles in degrees, means over the test images: between the embeddings of a local and the global model (less: "
         "the two agree more), and between the prototypes of two classes (more: the classes lie further apart).",
     ])  # fmt: skip
     yield from _scale_note(runs, paper)
-    seed = min(seed for results in runs.found.values() for seed in results)
-    named = {", ".join(cell): results[seed] for cell, results in runs.found.items() if seed in results}
-    figure = geometry_figure({name: dict(result.evaluations["geometry"]) for name, result in named.items()})
+    seed = min(seed for _, seed in found)
+    figure = geometry_figure({", ".join(cell): values for (cell, its), values in found.items() if its == seed})
     title = runs.experiment.title
     yield Picture.of(
         figure, _figure_name(runs, "geometry"), f"{title}: box plot of the angles by class, histogram between classes"
@@ -185,6 +199,10 @@ def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
         measures = {key: measure for key, measure in tables.geometry_measures().items() if key.endswith("_mean")}
         rows, reference = tables.gains(runs, measures, lambda cell, key: (paper.numbers(runs, cell) or {}).get(key))
         yield from tables.gain_blocks(_differences(runs), runs, rows, reference, GEOMETRY)
+
+
+def _not_evaluated(kind: str) -> Paragraph:
+    return Paragraph(["None of these results holds the evaluation ", Code(kind), "."])
 
 
 def _figure_name(runs: Runs, kind: str) -> str:
@@ -203,24 +221,41 @@ def _coverage(runs: Runs) -> Paragraph:
     counts = sorted({len(results) for results in runs.found.values()})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     parts: list[Inline] = [
-        f"{len(runs.found)} of {len(runs.cells)} cells were run at profile ", Code(runs.profile),
-        f", with {seeds} {_plural('seed', range(counts[-1]))} each.",
+        f"{len(runs.found)} of the {len(runs.cells)} cells of profile ", Code(runs.profile),
+        f" {'was' if len(runs.found) == 1 else 'were'} run, with {seeds} {_plural('seed', range(counts[-1]))} each.",
     ]  # fmt: skip
     if runs.missing:
-        parts += [Strong(" Not run: "), "; ".join(_missing(runs)), "."]
-    return Paragraph(parts)
+        parts += [" ", Strong("Not run:"), f" {'; '.join(_missing(runs))}."]
+    return Paragraph([*parts, *_left_out(runs)])
+
+
+def _left_out(runs: Runs) -> Iterator[Inline]:
+    """The labels that the paper's profile has and this one has not; others may stand instead."""
+    profiles, gone = runs.experiment.profiles, []
+    for axis, known in runs.experiment.axes.items():
+        theirs, ours = (profiles.get(name, {}).get(axis, list(known)) for name in ("paper", runs.profile))
+        lost, other = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
+        if lost:
+            gone.append(_named(axis, lost) + (f" (instead: {', '.join(other)})" if other else ""))
+    if gone:
+        yield from (" ", Strong(f"Not part of profile {runs.profile}:"), f" {'; '.join(gone)}.")
 
 
 def _missing(runs: Runs) -> list[str]:
-    """Names the cells without a result; a label that was not run at all is named once."""
+    """Names the cells without a result; a label of which nothing was run is named once."""
     left, names = list(runs.missing), []
-    for place in range(len(runs.experiment.axes)):
-        for label in dict.fromkeys(cell[place] for cell in left):
-            whole = [cell for cell in runs.cells if cell[place] == label]
-            if len(whole) > 1 and all(cell in left for cell in whole):
-                names.append(f"{label} ({len(whole)} cells)")
-                left = [cell for cell in left if cell not in whole]
+    for place, axis in enumerate(runs.experiment.axes):
+        labels, there = dict.fromkeys(cell[place] for cell in runs.missing), {cell[place] for cell in runs.found}
+        gone = [label for label in labels if label not in there]
+        left = [cell for cell in left if cell[place] not in gone]
+        names += [_named(axis, gone)] if gone else []
     return names + [" / ".join(cell) for cell in left]
+
+
+def _named(axis: str, labels: Sequence[str]) -> str:
+    """Labels in a sentence, where a number alone would say too little."""
+    listed = ", ".join(labels)
+    return f"{axis} {listed}" if labels[0][:1].isdigit() else listed
 
 
 def _what_ran(

@@ -5,10 +5,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.config import Config, flat
+from fedx_pl.config import Config, compose, flat
 from fedx_pl.errors import UserError
 from fedx_pl.sweep import Experiment, Labels
 
@@ -105,8 +106,7 @@ def _read(path: Path) -> Result:
         config=flat(content["config"]),
         untrained=dict(content.get("untrained") or {}),
         rounds=[dict(row) for row in content["rounds"]],
-        # As a sweep writes them, with the settings of the evaluation beside its results, or the results alone.
-        evaluations={name: dict(value.get("results", value)) for name, value in content["evaluations"].items()},
+        evaluations={name: dict(found) for name, found in (content.get("evaluations") or {}).items()},
     )
     rounds = result.config["federation.rounds"]
     if not result.rows or result.rows[-1]["round"] != rounds:
@@ -118,30 +118,43 @@ def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
 
 
-class Composer:
-    """The configurations of cells, each composed once: that is slow, and experiments share many."""
+def fits(result: Mapping[str, Any], config: Config) -> bool:
+    """Whether a result is of this configuration: a changed default does not show in the hash, the stored values tell.
 
-    def __init__(self) -> None:
-        self._known: dict[str, dict[int, Config]] = {}
+    Args:
+        result: the content of a result file.
+        config: of the run, as it would be made today.
+    """
+    stored = result.get("config")
+    return isinstance(stored, Mapping) and not _changes(stored, config)
 
-    def __call__(self, experiment: Experiment, cell: Labels, profile: str, seed: int) -> Config:
-        """The run of a cell."""
-        labels = zip(experiment.axes.values(), cell, strict=True)
-        words = [*experiment.base, *(word for axis, label in labels for word in axis[label])]
-        needs = experiment.needs if any("=@" in word for word in words) else {}
-        by_seed = self._known.setdefault(json.dumps([profile, words, needs]), {})
-        if seed not in by_seed:
-            first = next(iter(by_seed.items()), None)
-            if first is None or first[0] != first[1].seed or needs:
-                by_seed[seed] = experiment.config(cell, profile, seed)
-            else:  # Nothing but the seed differs.
-                by_seed[seed] = dataclasses.replace(first[1], seed=seed)
-        return by_seed[seed]
+
+def _changes(stored: Mapping[str, Any], config: Config) -> list[str]:
+    """In what a stored configuration differs from today's; a key that only one of them has does not matter."""
+    then, now = _plain(stored), settings(config)
+    return [f"{key} was {then[key]}, is {now[key]}" for key in now if key in then and now[key] != then[key]]
 
 
 def settings(config: Config) -> dict[str, Any]:
     """All that decides a result, by dotted key, as JSON would bring it back."""
-    return flat(json.loads(json.dumps(config.content())))
+    return _plain(config.content())
+
+
+def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
+    return flat(json.loads(json.dumps(content)))
+
+
+def configured(experiment: Experiment, cell: Labels, profile: str, seed: int) -> Config:
+    """The run of a cell. Composing is slow, so that seeds and experiments share what is the same but for the seed."""
+    words = experiment.overrides(cell, profile, seed)
+    seeds = [word for word in words if word.startswith("seed=")]
+    config = _composed(tuple(word for word in words if word not in seeds))
+    return dataclasses.replace(config, seed=int(seeds[-1].removeprefix("seed=")))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return compose(overrides)
 
 
 @dataclass(frozen=True)
@@ -178,15 +191,12 @@ class Runs:
         return [cell for cell in self.cells if cell not in self.found]
 
 
-def match(
-    experiment: Experiment, results: Sequence[Result], composer: Composer, outdated: dict[str, list[str]]
-) -> Runs:
+def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str, list[str]]) -> Runs:
     """Finds the results of an experiment's cells.
 
     Args:
         experiment: the definition.
         results: all of one profile.
-        composer: of the configurations.
         outdated: gets the keys in which a result with the right hash differs from today's configuration, by the
             result's hash: it was run under another default, and is left out.
     """
@@ -196,14 +206,12 @@ def match(
     runs = Runs(experiment, profile, list(experiment.cells(profile)))
     for cell in runs.cells:
         for seed in seeds:
-            config = composer(experiment, cell, profile, seed)
+            config = configured(experiment, cell, profile, seed)
             result = by_hash.get(config.hash)
             if result is None or any(name not in result.evaluations for name in experiment.evaluate):
                 continue
-            now, then = settings(config), result.config
-            differing = [key for key in now if key in then and now[key] != then[key]]
-            if differing:
-                outdated[result.hash] = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
+            if changes := _changes(result.config, config):
+                outdated[result.hash] = changes
             else:
                 runs.found.setdefault(cell, {})[seed] = result
     return runs

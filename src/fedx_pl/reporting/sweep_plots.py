@@ -54,12 +54,12 @@ def curves_figure(runs: Runs) -> Figure | None:
 
 
 def _grid(runs: Runs, panels: list[Labels]) -> list[list[Labels | None]]:
-    """Places the panels: one column for each label of the `columns` axis, or up to three in a row."""
+    """Places the panels: one column for each label of the `columns` axis, or, without several, up to three in a row."""
     axes = list(runs.experiment.axes)
-    if runs.experiment.columns not in axes[:-1]:
+    spread = axes.index(runs.experiment.columns) if runs.experiment.columns in axes[:-1] else None
+    wide = [] if spread is None else list(dict.fromkeys(group[spread] for group in panels))
+    if spread is None or len(wide) == 1:
         return [list(panels[start : start + 3]) for start in range(0, len(panels), 3)]
-    spread = axes.index(runs.experiment.columns)
-    wide = list(dict.fromkeys(group[spread] for group in panels))
     rest = list(dict.fromkeys(group[:spread] + group[spread + 1 :] for group in panels))
     wanted = [[(*group[:spread], label, *group[spread:]) for label in wide] for group in rest]
     return [[group if group in panels else None for group in line] for line in wanted]

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,29 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
     return _grid(runs, heads if paper.has(runs) else heads[:-1], fields)
 
 
+def last_five(runs: Runs) -> list[tuple[int, int]]:
+    """The first and the last of the last five measured rounds: one pair unless the runs differ."""
+    measured = [[round for round, _ in result.measured()] for cell in runs.found for result in runs.of(cell)]
+    return sorted({(rounds[-FIVE], rounds[-1]) for rounds in measured if len(rounds) >= FIVE})
+
+
+def semi_shares(runs: Runs) -> dict[str, str]:
+    """The shares of labels as they are written in the results, each with its name: ``1 % (25 labels)``."""
+    labels: dict[str, set[int]] = {}
+    for found in (result.evaluations.get("semi", {}) for cell in runs.found for result in runs.of(cell)):
+        for share, values in found.items():
+            if isinstance(values, Mapping) and "labels" in values:
+                labels.setdefault(share, set()).add(values["labels"])
+    return {share: f"{100 * float(share):g} % ({_extent(labels[share])} labels)" for share in sorted(labels, key=float)}
+
+
 def semi_measures(runs: Runs) -> dict[str, Measure]:
-    """Top-1 after fine-tuning, by the share of labels as it is written in the results."""
-    shares = {share for cell in runs.found for result in runs.of(cell) for share in result.evaluations["semi"]}
+    """Top-1 after fine-tuning, by share."""
 
     def top1(share: str) -> Measure:
-        return lambda result: number(result.evaluations["semi"].get(share, {}).get("top1"))
+        return lambda result: number(result.evaluations.get("semi", {}).get(share, {}).get("top1"))
 
-    return {share: top1(share) for share in sorted(shares, key=float)}
+    return {share: top1(share) for share in semi_shares(runs)}
 
 
 def semi_table(runs: Runs, paper: Paper) -> Table:
@@ -117,7 +132,7 @@ def semi_table(runs: Runs, paper: Paper) -> Table:
             found += [_decimal_or_none(semi_paper(paper, runs, cell, share))] * known
         return found
 
-    heads = [head for share in measures for head in (_percent(share), *["the paper's"] * known)]
+    heads = [head for share in semi_shares(runs).values() for head in (share, *["the paper's"] * known)]
     return _grid(runs, heads, fields)
 
 
@@ -131,7 +146,7 @@ def geometry_measures() -> dict[str, Measure]:
     """The numbers of the embedding's geometry, by their key in the results."""
 
     def value(key: str) -> Measure:
-        return lambda result: number(result.evaluations["geometry"].get(key))
+        return lambda result: number(result.evaluations.get("geometry", {}).get(key))
 
     return {key: value(key) for key in GEOMETRY}
 
@@ -277,5 +292,5 @@ def _decimal_or_none(value: float | None, sign: str = "") -> str:
     return "-" if value is None else decimal(value, sign)
 
 
-def _percent(share: str) -> str:
-    return f"{100 * float(share):g} % of the labels"
+def _extent(values: Collection[int]) -> str:
+    return f"{min(values)}" if len(values) == 1 else f"{min(values)} to {max(values)}"
