@@ -10,6 +10,7 @@ whose keyword arguments are the keys ``method.*``; ``fedx=true`` is short for ``
 Keys end at the first ``=`` and values are taken as they are (lists as YAML), so that paths may hold any character.
 """
 
+import copy
 import dataclasses
 import hashlib
 import inspect
@@ -280,7 +281,12 @@ def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 def _schema(method_name: str) -> DictConfig:
-    """The typed tree of all keys, with the method's hyper-parameters in their place."""
+    """The typed tree of all keys, with the method's hyper-parameters in their place; a new one each time."""
+    return copy.deepcopy(_prototype(method_name))
+
+
+@cache
+def _prototype(method_name: str) -> DictConfig:
     own: list[Any] = [("name", str, field(default=method_name))]
     for key, (hint, default, _) in hyper_parameters(methods.find(method_name)).items():
         many = isinstance(default, list | tuple)
@@ -336,7 +342,8 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:
     try:
-        return typing.cast(DictConfig, OmegaConf.merge(schema, content))
+        # Into the schema itself: a copy of it for every override would be most of the time.
+        return typing.cast(DictConfig, OmegaConf.unsafe_merge(schema, content))
     except OmegaConfBaseException as error:
         key = re.sub(r"\[\d+\]$", "", str(error.full_key or "")) or where.partition("=")[0]
         known = _all_keys(schema)
