@@ -70,6 +70,12 @@ class Job:
             return max(0, (self.folder / "metrics.csv").read_text().count("\n") - 1)
         return 0
 
+    def stage(self) -> str:
+        """What its process is doing."""
+        if self.command and self.command[0] == "evaluate":
+            return f"evaluating {self.command[2]}"
+        return f"{self.rounds_done()}/{self.config.federation.rounds}"
+
     def trained(self) -> bool:
         """Whether training has come to its end, with this very configuration: the hash does not show a new default."""
         done = (self.folder / "encoder.safetensors").exists() and self.rounds_done() >= self.config.federation.rounds
@@ -198,9 +204,9 @@ class Sweep:
         return self.failed
 
     def _line(self, rounds: int, left: int, seconds: float) -> str:
-        now = ", ".join(f"{j.config.name}-s{j.config.seed} {j.rounds_done()}/{j.config.federation.rounds}"
-                        for j in self.running)  # fmt: skip
-        eta = f"ETA {duration(seconds * left / rounds)}" if rounds else "ETA unknown"
+        now = ", ".join(f"{job.config.name}-s{job.config.seed} {job.stage()}" for job in self.running)
+        more = " and evaluations" if any(job.evaluate for job in self._todo) else ""
+        eta = f"ETA {duration(seconds * left / rounds)}{more}" if rounds else "ETA unknown"
         return f"{len(self.done)} of {len(self.jobs)} runs, {eta}: {now}"
 
     def _rounds(self) -> int:
