@@ -284,6 +284,21 @@ def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
     assert "done, linear 12.50" in output
 
 
+def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Path) -> None:
+    class Idle(Job):
+        def next_command(self) -> list[str]:
+            return ["--help"]
+
+    overrides = [f"run.dir={tmp_path / 'run'}"]
+    job = Idle(overrides, compose(overrides), [])
+    runner, output = sweep([job], tmp_path)
+    assert runner.failed == [job]
+    assert "failed: exit code 0" in output
+    assert job.log.read_text().count("# commit") == 1
+    assert job.process is not None
+    assert job.process.poll() == 0
+
+
 def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
     base, user = finished(job_in(tmp_path, "seed=1", name="a")), job_in(tmp_path, "seed=2", name="b")
     (base.folder / "metrics.json").write_text("{")

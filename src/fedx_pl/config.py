@@ -166,9 +166,14 @@ class Config:
         return hashlib.sha256(json.dumps(unusual, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
+    def run_name(self) -> str:
+        """Of this run's folder and of its result."""
+        return f"{self.name}-s{self.seed}-{self.hash}"
+
+    @property
     def run_folder(self) -> Path:
         """Where this run lives."""
-        return Path(self.run.dir) if self.run.dir else Path(self.run.root) / f"{self.name}-s{self.seed}-{self.hash}"
+        return Path(self.run.dir) if self.run.dir else Path(self.run.root) / self.run_name
 
     def to_yaml(self) -> str:
         """The resolved configuration; `load` reads it back."""

@@ -27,7 +27,7 @@ from fedx_pl.files import write_atomically
 from fedx_pl.reporting.results import FORMAT, fits
 from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
-from fedx_pl.terminal import QUIET_SECONDS, duration
+from fedx_pl.terminal import QUIET_SECONDS, duration, is_live
 
 _START = "# commit "  # Begins the line that a log has for each process of a run.
 
@@ -46,7 +46,7 @@ class Job:
     @property
     def name(self) -> str:
         """Of its result."""
-        return f"{self.config.name}-s{self.config.seed}-{self.config.hash}"
+        return self.config.run_name
 
     @property
     def folder(self) -> Path:
@@ -174,7 +174,7 @@ class Sweep:
 
     def run(self) -> list[Job]:
         """Runs all that is left; returns the runs that failed."""
-        live = self.console.is_terminal and not os.environ.get("CI")
+        live = is_live(self.console)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -237,14 +237,19 @@ class Sweep:
     def _launch(self, job: Job) -> None:
         """The next process of a run; without one left, its result is written."""
         try:
-            job.command = job.next_command()
-            if job.command is None:
+            command = job.next_command()
+            if command is None:
                 self._keep(job)
                 return
         except (OSError, ValueError, KeyError, TypeError, UserError) as error:  # A damaged file in its folder.
             self.running.remove(job)
             self._fail(job, f"{job.folder} cannot be read ({error}); delete it to run it again")
             return
+        if command == job.command:  # It ended well and left the same to do: that would go on for ever.
+            self.running.remove(job)
+            self._fail(job, f"exit code 0: {_last_words(job.log)}")
+            return
+        job.command = command
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as log:
             log.write(f"{_START}{current_commit()}: fedx-pl {' '.join(job.command)}\n".encode())
@@ -271,10 +276,9 @@ class Sweep:
             code = job.process.poll()
             if code is None:
                 continue
-            before = job.command
             if code == 0:
                 self._launch(job)
-            if code or (job in self.running and job.command == before):  # The same again would go on for ever.
+            else:
                 self.running.remove(job)
                 self._fail(job, f"exit code {code}: {_last_words(job.log)}")
 

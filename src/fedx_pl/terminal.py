@@ -33,7 +33,7 @@ class Terminal:
         """
         self.console, self.rounds, self.steps = console, rounds, 0
         self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
-        self._live = console.is_terminal and not os.environ.get("CI")
+        self._live = is_live(console)
         columns = (
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
             TextColumn("ETA"), TimeRemainingColumn(),
@@ -89,12 +89,16 @@ class Terminal:
         self.console.print(text, style=style, soft_wrap=True)
 
 
+def is_live(console: Console) -> bool:
+    """Whether someone watches who would like a bar that moves."""
+    return console.is_terminal and not os.environ.get("CI")
+
+
 @contextmanager
 def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with an ETA, for work that tells how many steps are done and of how many."""
-    live = console.is_terminal and not os.environ.get("CI")
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not live) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 

@@ -81,7 +81,7 @@ class ClientData:
         order = self._order("order", number)
         relation = self._relation_batches(number)
         for chosen in order[: len(self) * self.views_size].split(self.views_size):
-            chosen = _at_least_two(chosen)
+            chosen = at_least_two(chosen)
             images = self.store.take(self.index[chosen])
             parts = [images, images, self.store.take(next(relation))] if self.relation_size else [images, images]
             # All views in one go: on a CPU, calls cost about as much as their arithmetic.
@@ -106,10 +106,10 @@ class ClientData:
 
     def plain_sample(self, size: int) -> Tensor:
         """At most ``size`` images drawn at random, un-augmented and normalised."""
-        return self.augment.plain(self.store.take(self.index[_at_least_two(self._order("sample")[:size])]))
+        return self.augment.plain(self.store.take(self.index[at_least_two(self._order("sample")[:size])]))
 
 
-def _at_least_two(rows: Tensor) -> Tensor:
+def at_least_two(rows: Tensor) -> Tensor:
     """BatchNorm needs two of anything: a single image is seen twice."""
     return rows.repeat(2) if len(rows) == 1 else rows
 

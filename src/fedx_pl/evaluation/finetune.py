@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedx_pl.data.augment import Augment
-from fedx_pl.data.module import ImageStore
+from fedx_pl.data.module import ImageStore, at_least_two
 from fedx_pl.data.sources import Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
@@ -114,8 +114,7 @@ def fine_tune(
             host = torch.Generator().manual_seed(derive(seed, "order", epoch))
             generator = torch.Generator(device).manual_seed(derive(seed, "augment", epoch))
             for chosen in torch.randperm(len(rows), generator=host).split(options.batch_size):
-                if len(chosen) == 1:
-                    chosen = chosen.repeat(2)  # BatchNorm needs two of anything.
+                chosen = at_least_two(chosen)
                 views = augment(store.take(index[chosen.to(index.device)]), generator)
                 optimizer.zero_grad()
                 F.cross_entropy(network(views), targets[chosen.to(device)]).backward()

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedx_pl import losses
+
 _RANKME_EPS = 1e-7  # as in the RankMe paper
 _UNIFORMITY_ROWS = 2000  # two million pairs: the third digit stands, and time does not grow with the data
 
@@ -69,7 +71,7 @@ def alignment(z1: Tensor, z2: Tensor) -> float:
         z1: (N, D) of one view of the images.
         z2: (N, D) of another view of the same images.
     """
-    return (_unit(z1) - _unit(z2)).square().sum(1).mean().item()
+    return losses.alignment(z1, z2).item()
 
 
 def uniformity(z: Tensor, t: float = 2.0) -> float:
