@@ -72,7 +72,10 @@ class Silent:
     clients: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
 
-    def step(self) -> None:
+    def step(self, count: int = 1) -> None:
+        """Nothing to show."""
+
+    def working(self, worker: str, client: int | None) -> None:
         """Nothing to show."""
 
     def client(self, round: int, done: int, of: int) -> None:

@@ -37,6 +37,7 @@ from fedx_pl.data.sources import DataOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.federation.engines import EngineOptions
 from fedx_pl.federation.regularizers import RegularizerOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
 from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
@@ -123,6 +124,7 @@ class Config:
     optim: OptimOptions = field(default_factory=OptimOptions)
     federation: FederationOptions = field(default_factory=FederationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class Config:
     def content(self) -> dict[str, Any]:
         """What decides the result: all keys but where things are and how the run is carried out."""
         content = dataclasses.asdict(self)
-        del content["run"]
+        del content["run"], content["engine"]
         for place in ("cache", "download", "workers"):
             del content["data"][place]
         content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
@@ -189,7 +191,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 FILE_GROUPS = ("data", "recipe", "profile")
-_SHORT = {"resume": "run.resume", "regularizer": "regularizer.name", **{name: f"{name}.enabled" for name in MIXINS}}
+_SHORT = {
+    "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name",
+    **{name: f"{name}.enabled" for name in MIXINS},
+}  # fmt: skip
 _LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
 
 

@@ -33,6 +33,7 @@ class Terminal:
         """
         self.console, self.rounds, self.steps = console, rounds, 0
         self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
+        self._workers: dict[str, str] = {}
         self._live = is_live(console)
         columns = (
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
@@ -53,15 +54,20 @@ class Terminal:
         self.steps, self._started = steps, time.monotonic()
         self._progress.update(self._task, total=steps)
 
-    def step(self) -> None:
+    def step(self, count: int = 1) -> None:
         """Advances the bar, at most a few times a second."""
-        self._done += 1
+        self._done += count
         if self._live:
             self._progress.update(self._task, completed=self._done)
 
+    def working(self, worker: str, client: int | None) -> None:
+        """Shows what each worker does, where there are several."""
+        self._workers |= {worker: "idle" if client is None else f"client {client}"}
+
     def client(self, round: int, done: int, of: int) -> None:
         """Shows which client of the round is done."""
-        self._progress.update(self._task, description=f"round {round}/{self.rounds}, client {done}/{of}")
+        workers = "".join(f" | {worker}: {what}" for worker, what in self._workers.items())
+        self._progress.update(self._task, description=f"round {round}/{self.rounds}, client {done}/{of}{workers}")
         if not self._live and time.monotonic() - self._last_line > QUIET_SECONDS:
             self._print(f"  round {round}/{self.rounds}: {done} of {of} clients done, {self._eta()}")
 

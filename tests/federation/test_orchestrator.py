@@ -25,8 +25,10 @@ class Silent:
         self.notes: list[str] = []
         self.steps = 0
 
-    def step(self) -> None:
-        self.steps += 1
+    def step(self, count: int = 1) -> None:
+        self.steps += count
+
+    def working(self, worker: str, client: int | None) -> None: ...
 
     def client(self, round: int, done: int, of: int) -> None: ...
 

@@ -5,6 +5,7 @@ import io
 import json
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,11 @@ from safetensors.torch import save
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
-from fedx_pl.federation import regularizers
+from fedx_pl.federation import engines, regularizers
 from fedx_pl.federation.aggregate import BadUpdate, FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
+from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.engines import Lost
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import lock, write_atomically
 from fedx_pl.methods.base import State
@@ -31,8 +33,11 @@ FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 class Display(Protocol):
     """What the orchestrator tells while it runs."""
 
-    def step(self) -> None:
-        """One optimiser step of some client is done."""
+    def step(self, count: int = 1) -> None:
+        """Optimiser steps of some client are done."""
+
+    def working(self, worker: str, client: int | None) -> None:
+        """A worker takes up a client, or has nothing to do (None)."""
 
     def client(self, round: int, done: int, of: int) -> None:
         """A client of the round is done."""
@@ -73,10 +78,11 @@ class Orchestrator:
     def run(self) -> Result:
         """Trains to the last round; everything of a finished round is on disk before the next begins."""
         config, plan = self.plan.config, self.plan
-        trainer = LocalTrainer(
-            plan.model, plan.device, plan.precision, self.display.step, config.run.compile, plan.regularizer
-        )
-        with self._lock, RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer:
+        with (
+            self._lock,
+            closing(engines.make(plan, self.display)) as engine,
+            RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer,
+        ):
             self._introduce(writer)
             for round in range(self.state.round + 1, config.federation.rounds + 1):
                 started = time.perf_counter()
@@ -88,19 +94,20 @@ class Orchestrator:
                 )  # fmt: skip
                 # (2) Each trains by itself, and (3) is folded into the average as it comes back.
                 average, updates, records = FedAvg(self.global_state), [], {}
-                for client in chosen:
-                    memory = self.checkpoints.load_client(client, self.state.clients.get(client))
-                    update = trainer.run(context, client, plan.client_data(client, round), memory)
+                for update in engine.run(context, chosen, self._memory_of):
                     try:
+                        if isinstance(update, Lost):
+                            raise BadUpdate(update.reason)
                         average.add(update.state, update.num_images)
                     except BadUpdate as reason:
-                        self.display.note(f"round {round}: dropped the update of client {client}: {reason}")
+                        self.display.note(f"round {round}: dropped client {update.client}: {reason}")
                     else:
-                        records[client] = self.checkpoints.save_client(client, update.memory)
+                        records[update.client] = self.checkpoints.save_client(update.client, update.memory)
                         # The weights are folded in: what is kept of an update must not grow with their size.
                         updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
                     self.display.client(round, len(updates), len(chosen))
                 self._require_enough(round, len(updates))
+                updates.sort(key=lambda update: update.client)  # In whatever order they came.
                 self.global_state = self._next_state(average)
                 # (4) Measure, save, log.
                 trained = time.perf_counter() - started
@@ -111,6 +118,9 @@ class Orchestrator:
                 self.display.row(row)
             self._finish()
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds)
+
+    def _memory_of(self, client: int) -> ClientMemory | None:
+        return self.checkpoints.load_client(client, self.state.clients.get(client))
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 

@@ -62,6 +62,11 @@ class Plan:
         self.model.load_shared(regularizers.split(global_state)[0])
         return self.model
 
+    def trainer(self, tick: Callable[[], None]) -> LocalTrainer:
+        """Trains clients on this plan's model; ``tick`` is called after every step."""
+        compile = self.config.run.compile
+        return LocalTrainer(self.model, self.device, self.precision, tick, compile, self.regularizer)
+
     def client_data(self, client: int, round: int) -> ClientData:
         """A client's batches in a round."""
         # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
