@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.report import Part, Row
@@ -29,9 +30,9 @@ IMAGES_EACH = 50  # of a client in the comparison of times
 class OneStep(Plan):
     """A plan whose clients train on their first batch only: the peak is reached in one step, the rest is time."""
 
-    def client_data(self, client: int, round: int) -> ClientData:
+    def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
         """The first images of the client."""
-        data = super().client_data(client, round)
+        data = super().client_data(client, round, rows)
         return replace(data, index=data.index[: data.views_size])
 
 

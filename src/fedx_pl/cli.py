@@ -5,6 +5,7 @@ import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -100,13 +101,69 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--definitions", type=Path, default=Path("experiments"), help="folder of the experiments")
     report.add_argument("--out", type=Path, help="where report.md, report.html and figures go; the results' folder")
     report.set_defaults(command=_report, overrides=[])
-    for command in (train, data, evaluate, sweep, report):
+    federate = _federate_parser(commands)
+    for command in (train, data, evaluate, sweep, report, *federate):
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
+def _federate_parser(commands: Any) -> list[argparse.ArgumentParser]:
+    """``fedx-pl federate keys | server | client``."""
+    group = commands.add_parser("federate", help="a federation of real sites, over Flower")
+    kinds = group.add_subparsers(required=True, metavar="keys | server | client")
+    keys = kinds.add_parser("keys", help="make the CA, the coordinator's certificate and a key for each site")
+    keys.add_argument("--sites", required=True, help="names, e.g. hospital-a,hospital-b")
+    keys.add_argument("--host", default="", help="by which sites reach the coordinator; this machine's name")
+    keys.add_argument("--port", type=int, default=8000, help="of the coordinator")
+    keys.add_argument("--out", type=Path, default=Path("keys"), help="folder to put them in")
+    keys.set_defaults(command=_federate, kind="make_keys", overrides=[])
+    server = kinds.add_parser(
+        "server",
+        help="coordinate the rounds",
+        usage="fedx-pl federate server experiment=DATA-METHOD[-fedx] [key=value ...] --clients N [--keys keys/server]",
+    )
+    server.add_argument("overrides", nargs="*", help="as for fedx-pl train")
+    server.add_argument("--clients", type=int, required=True, help="sites of the federation")
+    server.add_argument("--keys", type=Path, default=Path("keys/server"), help="of fedx-pl federate keys")
+    server.add_argument("--host", default="", help="address to listen on; all, or this machine only if --insecure")
+    server.add_argument("--port", type=int, default=8000, help="to listen on")
+    server.add_argument("--wait", type=float, default=600, help="seconds the first round waits for all sites")
+    server.add_argument("--timeout", type=float, default=86400, help="seconds a round waits for a site's answer")
+    server.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
+    server.set_defaults(command=_federate, kind="server")
+    client = kinds.add_parser(
+        "client",
+        help="take part with the images of this site",
+        usage="fedx-pl federate client --data IMAGES --keys FOLDER [--server HOST:PORT] [run.device=cuda ...]",
+    )
+    client.add_argument("overrides", nargs="*", help="run.* and data.* keys of this site")
+    client.add_argument("--data", type=Path, required=True, help="folder of this site's images; it is only read")
+    client.add_argument("--server", default="", help="HOST:PORT of the coordinator; as in the site's keys")
+    client.add_argument("--keys", type=Path, default=Path("."), help="the folder made for this site")
+    client.add_argument("--state", type=Path, help="folder for this site's private state; fedx-site-NAME")
+    client.add_argument("--name", default="", help="of this site, with --insecure; the name of its folder of images")
+    client.add_argument("--allow-code", action="store_true", help="let the coordinator name methods as module:Class")
+    client.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
+    client.set_defaults(command=_federate, kind="client")
+    return [keys, server, client]
+
+
+def _federate(options: argparse.Namespace) -> None:
+    try:
+        from fedx_pl.federation.remote import commands
+    except ImportError as error:
+        raise UserError(f"a federation of sites needs Flower ({error}); type pip install 'fedx-pl[flower]'") from error
+    if options.kind == "server":
+        options.host = options.host or ("127.0.0.1" if options.insecure else "0.0.0.0")
+    getattr(commands, options.kind)(options)
+
+
 def _train(options: argparse.Namespace) -> None:
     config = configuration.compose(options.overrides)
+    if config.engine.name == "ray":
+        from fedx_pl.federation.engines.ray import import_ray
+
+        import_ray(local=not config.engine.address)  # If it is not installed, better know it now.
     console = Console(markup=False, highlight=False)  # Paths and names may hold brackets.
     console.print(terminal.announcement(config), soft_wrap=True)
     plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))

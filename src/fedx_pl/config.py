@@ -37,7 +37,9 @@ from fedx_pl.data.sources import DataOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.engines import EngineOptions
+from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import RegularizerOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
 from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
@@ -121,6 +123,8 @@ class Config:
     moon: MoonOptions = field(default_factory=MoonOptions)
     fedca: FedCAOptions = field(default_factory=FedCAOptions)
     regularizer: RegularizerOptions = field(default_factory=RegularizerOptions)
+    aggregate: AggregateOptions = field(default_factory=AggregateOptions)
+    privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     federation: FederationOptions = field(default_factory=FederationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -128,6 +132,7 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
+        self.aggregate.require_possible(self.federation.min_clients)
         if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
             raise UserError(
                 f"fedx.relation_size={self.fedx.relation_size} leaves nothing of "
@@ -148,6 +153,7 @@ class Config:
         """What decides the result: all keys but where things are and how the run is carried out."""
         content = dataclasses.asdict(self)
         del content["run"], content["engine"]
+        del content["aggregate"]["quarantine"]  # A client that was mended is asked again by another value.
         for place in ("cache", "download", "workers"):
             del content["data"][place]
         content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
@@ -193,6 +199,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {
     "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name",
+    "aggregate": "aggregate.rule",
     **{name: f"{name}.enabled" for name in MIXINS},
 }  # fmt: skip
 _LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
@@ -221,7 +228,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         if not equals:
             raise UserError(f"{override!r} is not an override; type key=value, e.g. federation.rounds=20")
         key = _LONG.get(key, key)
-        if key in chosen:
+        if key == "experiment":
+            chosen["data"], chosen["method"], fedx = _experiment(value)
+            settings.append(("fedx.enabled", fedx))
+        elif key in chosen:
             chosen[key] = value
         else:
             settings.append((_SHORT.get(key, key), value))
@@ -246,14 +256,38 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     return _frozen(schema)
 
 
+def _experiment(name: str) -> tuple[str, str, str]:
+    """``cifar10-byol-fedx``, as of the Makefile's targets: (data, method, whether with FedX)."""
+    data, _, rest = name.partition("-")
+    method = rest.removesuffix("-fedx")
+    if data not in choices("data") or method not in choices("method"):
+        raise UserError(
+            f"experiment={name} is not DATA-METHOD or DATA-METHOD-fedx; type e.g. experiment=cifar10-byol-fedx "
+            f"(data: {', '.join(choices('data'))}; methods: {', '.join(choices('method'))})"
+        )
+    return data, method, str(rest != method).lower()
+
+
 def load(path: Path) -> Config:
     """Reads a run folder's ``config.yaml`` back."""
     try:
-        content = yaml.safe_load(path.read_text())
-        schema = _schema(content["method"]["name"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        return from_tree(yaml.safe_load(path.read_text()), str(path))
+    except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
-    return _frozen(_merge(schema, content, str(path)))
+
+
+def from_tree(tree: Any, source: str) -> Config:
+    """A configuration from nested keys and values.
+
+    Args:
+        tree: as of `Config.to_yaml`, or parts of it.
+        source: where it is from, for people.
+    """
+    try:
+        schema = _schema(tree["method"]["name"])
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{source} is not a readable run configuration ({error})") from error
+    return _frozen(_merge(schema, tree, source))
 
 
 def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]:
@@ -396,4 +430,6 @@ def _default_name(schema: DictConfig) -> str:
     added = [name for name in reversed(MIXINS) if schema[name].enabled]
     if schema.regularizer.name != "none":
         added.append(str(schema.regularizer.name))
+    if schema.aggregate.rule != "mean":
+        added.append(str(schema.aggregate.rule))
     return "-".join([schema.data.name, method, *added, schema.profile])

@@ -12,15 +12,16 @@ except ImportError:  # Not on Windows: there a folder is not locked.
     fcntl = None  # type: ignore[assignment]
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a sibling, syncs it and renames it."""
+def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -33,6 +33,8 @@ class Terminal:
         """
         self.console, self.rounds, self.steps = console, rounds, 0
         self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
+        self._rows, self._rows_to_come = 0, 0  # Rounds tell the time where steps are taken elsewhere.
+        self._standing = "training"
         self._workers: dict[str, str] = {}
         self._live = is_live(console)
         columns = (
@@ -40,7 +42,7 @@ class Terminal:
             TextColumn("ETA"), TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(*columns, console=console, transient=True, disable=not self._live)
-        self._task = self._progress.add_task("training", total=None)
+        self._task = self._progress.add_task(self._standing, total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -63,16 +65,20 @@ class Terminal:
     def working(self, worker: str, client: int | None) -> None:
         """Shows what each worker does, where there are several."""
         self._workers |= {worker: "idle" if client is None else f"client {client}"}
+        self._describe()
 
     def client(self, round: int, done: int, of: int) -> None:
         """Shows which client of the round is done."""
-        workers = "".join(f" | {worker}: {what}" for worker, what in self._workers.items())
-        self._progress.update(self._task, description=f"round {round}/{self.rounds}, client {done}/{of}{workers}")
+        self._standing = f"round {round}/{self.rounds}, client {done}/{of}"
+        self._describe()
         if not self._live and time.monotonic() - self._last_line > QUIET_SECONDS:
             self._print(f"  round {round}/{self.rounds}: {done} of {of} clients done, {self._eta()}")
 
     def row(self, row: Mapping[str, Any]) -> None:
         """One line for a finished round."""
+        if row["round"]:
+            self._rows_to_come = self._rows_to_come or self.rounds - row["round"] + 1
+            self._rows += 1
         parts = [f"round {row['round']:>3}/{self.rounds}" if row["round"] else "untrained    "]
         labels = {"loss": "loss", "knn_top1": "kNN", "linear_top1": "linear"}
         parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
@@ -84,10 +90,15 @@ class Terminal:
         """A line that must not be missed."""
         self._print(f"note: {text}", style="yellow")
 
+    def _describe(self) -> None:
+        workers = "".join(f" | {worker}: {what}" for worker, what in self._workers.items())
+        self._progress.update(self._task, description=self._standing + workers)
+
     def _eta(self) -> str:
-        if not self._done:
+        done, all = (self._done, self.steps) if self.steps else (self._rows, self._rows_to_come)
+        if not done:
             return "ETA unknown"
-        left = (time.monotonic() - self._started) * max(self.steps - self._done, 0) / self._done
+        left = (time.monotonic() - self._started) * max(all - done, 0) / done
         return f"ETA {duration(left)}"
 
     def _print(self, text: str, style: str | None = None) -> None:

@@ -87,6 +87,10 @@ def test_half_precision_weights_are_accumulated_wide() -> None:
         ({**state(0), "w": torch.zeros(2, 2, dtype=torch.float64)}, 1, "float64"),
         (state(0), 0, "0 images"),
         (state(0), -5, "-5 images"),
+        (state(0), 10_000_001, "10000001 images, possible are 1 to 10000000"),
+        (state(0), 1.5, "1.5 images"),
+        (state(0), True, "True images"),
+        (state(0), float("nan"), "nan images"),
     ],
 )
 def test_a_bad_update_is_refused_and_leaves_the_average_as_it_was(
@@ -98,6 +102,24 @@ def test_a_bad_update_is_refused_and_leaves_the_average_as_it_was(
         average.add(bad, images)
     assert average.num_clients == 1
     assert average.result()["w"][0, 0].item() == 2.0
+
+
+def test_a_federation_may_know_how_many_images_are_absurd() -> None:
+    average = FedAvg(state(0), max_images=100)
+    average.add(state(1), 100)
+    with pytest.raises(BadUpdate, match="101 images, possible are 1 to 100"):
+        average.add(state(1), 101)
+
+
+def test_a_negative_variance_is_refused_by_name() -> None:
+    """BatchNorm takes its root: one negative value makes NaN of every image. Zero and -0 are none."""
+    names = ("conv.weight", "a.running_var", "b.running_var")
+    average = FedAvg({name: torch.ones(3) for name in names})
+    average.add({name: torch.tensor([0.0, -0.0, 1.0]) for name in names}, 1)
+    average.add({name: torch.ones(3) for name in names} | {"conv.weight": -torch.ones(3)}, 1)
+    with pytest.raises(BadUpdate, match=r"b\.running_var holds negative variances"):
+        average.add({name: torch.ones(3) for name in names} | {"b.running_var": torch.tensor([1.0, -1e-3, 1.0])}, 1)
+    assert average.num_clients == 2
 
 
 def test_an_empty_average_says_so() -> None:

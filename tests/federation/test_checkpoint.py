@@ -8,15 +8,19 @@ import torch
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import ClientMemory
+from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.files import write_atomically
 
 STATE = {"w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last), "n": torch.tensor(3)}
 
 
+def update(memory: ClientMemory) -> Update:
+    return Update(0, 10, {}, memory, torch.zeros(1, 1), ("total",), 10)
+
+
 def save_round(checkpoints: Checkpoints, number: int, value: float = 0.0) -> RunState:
     memory = ClientMemory({"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2)
-    record = checkpoints.save_client(0, memory)
+    record = checkpoints.save_client(update(memory))
     state = RunState(number, [{"round": number, "loss": 0.1}], {"knn_top1": 10.0}, {0: record}, 1.5)
     checkpoints.commit(state, {name: tensor + number for name, tensor in STATE.items()})
     return state
@@ -43,7 +47,7 @@ def test_a_killed_round_leaves_the_private_state_of_the_one_before(tmp_path: Pat
     """Round 2 is killed after its client was saved and before it was committed."""
     checkpoints = Checkpoints(tmp_path)
     save_round(checkpoints, 1, value=1.0)
-    checkpoints.save_client(0, ClientMemory({"queue": torch.full((2,), 2.0)}, last_round=2))
+    checkpoints.save_client(update(ClientMemory({"queue": torch.full((2,), 2.0)}, last_round=2)))
     reopened = Checkpoints(tmp_path)
     state, _ = reopened.latest()
     assert state.round == 1

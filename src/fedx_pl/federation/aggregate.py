@@ -1,18 +1,133 @@
-"""How clients' weights become the new global weights."""
+"""How clients' weights become the new global weights.
+
+`FedAvg` trusts every update that is well formed. `robust.py` has the rules for federations where one may lie.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import State
+
+MAX_IMAGES = 10_000_000
 
 
 class BadUpdate(Exception):
     """A client's update that must not be averaged; the message says why."""
 
 
-class FedAvg:
+@dataclass(frozen=True)
+class AggregateOptions:
+    """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
+
+    rule: str = field(
+        default="mean", metadata={"help": "mean | clip | median | trimmed | krum (short: aggregate=clip)"}
+    )
+    clip: float = field(default=2.0, metadata={"help": "clip: largest norm of an update, in median norms of the round"})
+    trim: float = field(default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"})
+    byzantine: int = field(default=1, metadata={"help": "krum: f, how many clients of a round may be bad"})
+    max_images: int = field(default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"})
+    quarantine: int = field(
+        default=3, metadata={"help": "bad updates in a row after which a client is not asked again; 0: always ask"}
+    )
+
+    def __post_init__(self) -> None:
+        known = self.rule in ("mean", "clip", "median", "trimmed", "krum")
+        require("aggregate.rule", self.rule, known, "aggregate=mean, clip, median, trimmed or krum")
+        require("aggregate.clip", self.clip, 0 < self.clip < float("inf"), "aggregate.clip=2")
+        require("aggregate.trim", self.trim, 0 <= self.trim < 0.5, "a share in [0, 0.5), e.g. aggregate.trim=0.1")
+        require("aggregate.byzantine", self.byzantine, self.byzantine >= 0, "aggregate.byzantine=1")
+        require("aggregate.max_images", self.max_images, self.max_images >= 1, "aggregate.max_images=1 or more")
+        require("aggregate.quarantine", self.quarantine, self.quarantine >= 0, "aggregate.quarantine=0 for never")
+
+    def require_possible(self, min_clients: int) -> None:
+        """Raises a `UserError` if a round may have fewer good updates than the rule needs."""
+        needed = 2 * self.byzantine + 3
+        if self.rule == "krum" and min_clients < needed:
+            raise UserError(
+                f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {needed} good updates in a round, "
+                f"federation.min_clients={min_clients}; type federation.min_clients={needed}"
+            )
+
+
+class Aggregator:
+    """Takes the updates of a round and makes one state of them; what is common to all rules."""
+
+    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
+        """Starts without updates.
+
+        Args:
+            reference: the state every update must match in names, shapes and dtypes: the current global state.
+            max_images: more than any client can own.
+        """
+        self._reference = {name: tensor.detach() for name, tensor in reference.items()}
+        self._max_images = max_images
+        self.num_images = 0
+        self.num_clients = 0
+        self.remarks: dict[int, str] = {}  # After `result`: whose update the rule did not take as it was, and how.
+
+    def add(self, state: Mapping[str, Tensor], num_images: int, client: int = 0) -> None:
+        """Takes one client in.
+
+        Args:
+            state: its shared state after local training.
+            num_images: how many images it owns: its weight.
+            client: who it is.
+
+        Raises:
+            BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite or a variance negative, or
+                ``num_images`` is no number of images. All is as before.
+        """
+        self._check(state, num_images)
+        self._take(state, num_images, client)
+        self.num_images += num_images
+        self.num_clients += 1
+
+    def result(self) -> State:
+        """The new state in the dtypes of the reference; integer buffers (BatchNorm's step counter) are rounded."""
+        if not self.num_clients:
+            raise ValueError("no update was added")
+        return self._combine()
+
+    def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
+        raise NotImplementedError
+
+    def _combine(self) -> State:
+        raise NotImplementedError
+
+    def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
+        if type(num_images) is not int or not 0 < num_images <= self._max_images:
+            raise BadUpdate(f"it claims {num_images!r} images, possible are 1 to {self._max_images}")
+        if missing := self._reference.keys() - state.keys():
+            raise BadUpdate(f"{len(missing)} tensors are missing, e.g. {min(missing)}")
+        if extra := state.keys() - self._reference.keys():
+            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {min(extra)}")
+        for name, reference in self._reference.items():
+            tensor = state[name]
+            if tensor.shape != reference.shape:
+                raise BadUpdate(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(reference.shape)}")
+            if tensor.dtype != reference.dtype:
+                raise BadUpdate(f"{name} is {tensor.dtype}, expected {reference.dtype}")
+        floating = {name: state[name] for name, tensor in self._reference.items() if tensor.is_floating_point()}
+        # BatchNorm takes their root: one below zero makes NaN of every image. None below zero, no rule makes one.
+        variances = [tensor for name, tensor in floating.items() if name.endswith("running_var")]
+        # NaN and infinity survive a sum, which is far cheaper than a look at each value, and one question to the device
+        # for all tensors. Huge but finite values may overflow it, so a bad sum is only a reason to look closer.
+        sums = [tensor.sum() for tensor in floating.values()]
+        if variances:
+            sums.append(torch.cat(variances).sqrt().sum())
+        if sums and not torch.isfinite(torch.stack(sums)).all():
+            for name, tensor in floating.items():
+                if not torch.isfinite(tensor).all():
+                    raise BadUpdate(f"{name} holds NaN or infinity")
+                if name.endswith("running_var") and (tensor < 0).any():
+                    raise BadUpdate(f"{name} holds negative variances")
+
+
+class FedAvg(Aggregator):
     """The mean of the clients' states, weighted by their number of images, folded in as they arrive.
 
     Only the running sum is kept, so memory does not grow with the number of clients. It is kept in float64: a float32
@@ -26,62 +141,35 @@ class FedAvg:
         3.25
     """
 
-    def __init__(self, reference: Mapping[str, Tensor]) -> None:
-        """Starts an empty average.
-
-        Args:
-            reference: the state every update must match in names, shapes and dtypes: the current global state.
-        """
-        self._reference = {name: tensor.detach() for name, tensor in reference.items()}
+    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
+        """Starts an empty average; the arguments are those of `Aggregator`."""
+        super().__init__(reference, max_images)
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
-        self.num_images = 0
-        self.num_clients = 0
 
-    def add(self, state: Mapping[str, Tensor], num_images: int) -> None:
-        """Folds one client in.
-
-        Args:
-            state: its shared state after local training.
-            num_images: how many images it owns: its weight.
-
-        Raises:
-            BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite, or ``num_images`` is not
-                positive. The average is as before.
-        """
-        self._check(state, num_images)
+    def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
         torch._foreach_add_(self._sums, [state[name].detach() for name in self._reference], alpha=num_images)
-        self.num_images += num_images
-        self.num_clients += 1
 
-    def result(self) -> State:
-        """The average in the dtypes of the reference; integer buffers (BatchNorm's step counter) are rounded."""
-        if not self.num_clients:
-            raise ValueError("no update was added")
+    def _combine(self) -> State:
         sums = zip(self._reference.items(), self._sums, strict=True)
-        return {name: self._mean(total, reference) for (name, reference), total in sums}
+        return {name: narrow(total / self.num_images, reference) for (name, reference), total in sums}
 
-    def _mean(self, total: Tensor, reference: Tensor) -> Tensor:
-        mean = total / self.num_images
-        return (mean if reference.is_floating_point() else mean.round()).to(reference.dtype)
 
-    def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
-        if num_images <= 0:
-            raise BadUpdate(f"it claims {num_images} images")
-        if missing := self._reference.keys() - state.keys():
-            raise BadUpdate(f"{len(missing)} tensors are missing, e.g. {min(missing)}")
-        if extra := state.keys() - self._reference.keys():
-            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {min(extra)}")
-        for name, reference in self._reference.items():
-            tensor = state[name]
-            if tensor.shape != reference.shape:
-                raise BadUpdate(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(reference.shape)}")
-            if tensor.dtype != reference.dtype:
-                raise BadUpdate(f"{name} is {tensor.dtype}, expected {reference.dtype}")
-        floating = {name: state[name] for name, tensor in self._reference.items() if tensor.is_floating_point()}
-        # NaN and infinity survive a sum, which is far cheaper than a look at each value, and one question to the device
-        # for all tensors. Huge but finite values may overflow it, so a bad sum is only a reason to look closer.
-        if floating and not torch.isfinite(torch.stack([tensor.sum() for tensor in floating.values()])).all():
-            for name, tensor in floating.items():
-                if not torch.isfinite(tensor).all():
-                    raise BadUpdate(f"{name} holds NaN or infinity")
+def narrow(values: Tensor, reference: Tensor) -> Tensor:
+    """float64 values in the dtype of a tensor of the state; whole numbers by rounding, not by cutting off."""
+    return (values if reference.is_floating_point() else values.round()).to(reference.dtype)
+
+
+def make(options: AggregateOptions, reference: Mapping[str, Tensor]) -> Aggregator:
+    """The rule of a configuration, for one round that starts from ``reference``."""
+    from fedx_pl.federation import robust  # Here: it builds on this module.
+
+    if options.rule == "clip":
+        return robust.NormClipping(reference, options.clip, options.max_images)
+    if options.rule == "median":
+        return robust.TrimmedMean(reference, robust.MEDIAN, options.max_images)
+    if options.rule == "trimmed":
+        return robust.TrimmedMean(reference, options.trim, options.max_images)
+    if options.rule == "krum":
+        return robust.MultiKrum(reference, options.byzantine, options.max_images)
+    return FedAvg(reference, options.max_images)

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/round_00012/global.safetensors     the global state after round 12
     RUN/checkpoints/round_00012/state.json             metrics so far, every client's counters, sizes and checksums
+    RUN/checkpoints/best/                              the same two files of the round with the best accuracy so far
     RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
 
 A round is committed by one rename of its folder. Client files carry their round in their name, so a run that is killed
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import load, save
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory
+from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.files import sync_folder, write_atomically
 from fedx_pl.methods.base import State
 
@@ -36,6 +37,7 @@ class ClientRecord:
     steps: int
     epochs: int
     sha256: str  # of its file; empty if the client keeps nothing
+    images: int = 0  # that it owns
 
 
 @dataclass
@@ -47,6 +49,16 @@ class RunState:
     untrained: dict[str, float] = field(default_factory=dict)
     clients: dict[int, ClientRecord] = field(default_factory=dict)
     seconds: float = 0.0
+    strikes: dict[int, int] = field(default_factory=dict)  # bad updates in a row, by client
+    events: dict[str, int] = field(default_factory=dict)  # TensorBoard's files and how long they were
+
+    @property
+    def best(self) -> int:
+        """The round with the best linear accuracy, or kNN if no other was measured; 0: none was."""
+        for key in ("linear_top1", "knn_top1"):
+            if measured := [row for row in self.rows if key in row]:
+                return int(max(measured, key=lambda row: row[key])["round"])
+        return 0
 
 
 class Checkpoints:
@@ -63,13 +75,14 @@ class Checkpoints:
         self._clients = folder / "clients"
         self._keep = keep
 
-    def save_client(self, client: int, memory: ClientMemory) -> ClientRecord:
+    def save_client(self, update: Update) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""
-        if not memory.private:
-            return ClientRecord(memory.last_round, memory.steps, memory.epochs, "")
-        content = save(_contiguous(memory.private))
-        write_atomically(self._client_file(client, memory.last_round), content)
-        return ClientRecord(memory.last_round, memory.steps, memory.epochs, _checksum(content)["sha256"])
+        memory, checksum = update.memory, ""
+        if memory.private:
+            content = save(contiguous(memory.private))
+            write_atomically(self._client_file(update.client, memory.last_round), content)
+            checksum = _checksum(content)["sha256"]
+        return ClientRecord(memory.last_round, memory.steps, memory.epochs, checksum, update.num_images)
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
         """Finds a client's memory again; None if it never trained."""
@@ -86,7 +99,7 @@ class Checkpoints:
 
     def commit(self, state: RunState, global_state: State) -> None:
         """Makes a round permanent, then clears what it replaces."""
-        weights = save(_contiguous(global_state))
+        weights = save(contiguous(global_state))
         manifest = asdict(state) | {"files": {"global.safetensors": _checksum(weights)}, "format": 1}
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}.tmp")
@@ -96,6 +109,8 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         sync_folder(self._rounds)
+        if state.best == state.round:
+            self._keep_as_best(folder)
         self._clear()
 
     def latest(self) -> tuple[RunState, State] | None:
@@ -111,9 +126,12 @@ class Checkpoints:
         return None
 
     def read(self, round: int) -> tuple[RunState, State]:
-        """A committed round by its number."""
+        """A committed round by its number, if it is among the newest or the best."""
+        folder = self._rounds / f"round_{round:05d}"
         try:
-            return self._read(self._rounds / f"round_{round:05d}")
+            if not folder.exists() and (found := self._read(self._rounds / "best"))[0].round == round:
+                return found
+            return self._read(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             kept = ", ".join(str(int(folder.name.removeprefix("round_"))) for folder in self._committed())
             raise UserError(
@@ -127,8 +145,24 @@ class Checkpoints:
         if _checksum(weights) != manifest["files"]["global.safetensors"]:
             raise ValueError("global.safetensors does not match its checksum")
         clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
-        state = RunState(manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"])
+        strikes = {int(client): count for client, count in manifest.get("strikes", {}).items()}  # Not in older runs.
+        state = RunState(
+            manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"], strikes,
+            manifest.get("events", {}),
+        )  # fmt: skip
         return state, load(weights)
+
+    def _keep_as_best(self, folder: Path) -> None:
+        """Links, not copies: the weights are on the disk once."""
+        best, temporary = self._rounds / "best", self._rounds / ".best.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            shutil.copytree(folder, temporary, copy_function=os.link)
+        except OSError:  # Some file systems have no links.
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(folder, temporary)
+        shutil.rmtree(best, ignore_errors=True)
+        os.replace(temporary, best)
 
     def _committed(self) -> list[Path]:
         return sorted(self._rounds.glob("round_*")) if self._rounds.is_dir() else []
@@ -149,7 +183,7 @@ class Checkpoints:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
 
 
-def _contiguous(state: Mapping[str, torch.Tensor]) -> State:
+def contiguous(state: Mapping[str, torch.Tensor]) -> State:
     """safetensors stores plain memory order; channels_last weights have another."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedx_pl.data.module import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
+from fedx_pl.federation.privacy import PrivacyOptions, protect
 from fedx_pl.federation.regularizers import Regularizer, join, split
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
@@ -68,6 +69,8 @@ class LocalTrainer:
         tick: Callable[[], None] = lambda: None,
         compile: bool = False,
         regularizer: Regularizer | None = None,
+        privacy: PrivacyOptions | None = None,
+        secret_noise: bool = False,
     ) -> None:
         """Keeps what is shared by all fits.
 
@@ -78,6 +81,9 @@ class LocalTrainer:
             tick: called after every step.
             compile: `torch.compile` the networks, once: later clients only copy weights in.
             regularizer: holds clients together by their weights.
+            privacy: what is done to an update before it is given back.
+            secret_noise: its noise is the operating system's, not the run's seed's. A must where the client is real:
+                everyone knows the seed.
         """
         self.model = model.to(device)
         if compile:
@@ -86,6 +92,7 @@ class LocalTrainer:
         self.precision = precision
         self.tick = tick
         self.regularizer = regularizer or Regularizer()
+        self.privacy, self.secret_noise = privacy or PrivacyOptions(), secret_noise
         # One plugin for all fits carries the loss scale over: a fresh scaler would skip the first steps of every fit.
         scaled = precision == "16-mixed"
         self._plugins: list[Any] = (
@@ -142,11 +149,13 @@ class LocalTrainer:
             private |= {_BATCHNORM + name: buffer.clone() for name, buffer in statistics.items()}
         for_server, kept = self.regularizer.finish(self.model)
         private |= {_REGULARIZER + name: tensor for name, tensor in kept.items()}
+        seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
+        shared, told = protect(self.model.shared_state(), split(context.global_state)[0], self.privacy, seed)
         losses = self.model.loss_history()
         return Update(
             client,
             data.num_images,
-            join(self.model.shared_state(), for_server),
+            join(shared, for_server),
             ClientMemory(
                 private,
                 last_round=context.round,
@@ -156,7 +165,7 @@ class LocalTrainer:
             losses,
             ("total", *self.model.term_names),
             len(losses) * data.views_size,
-            self.model.round_metrics(),
+            self.model.round_metrics() | told,
         )
 
 

@@ -5,23 +5,24 @@ import io
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from safetensors.torch import save
 
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
-from fedx_pl.federation import engines, regularizers
-from fedx_pl.federation.aggregate import BadUpdate, FedAvg
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation import aggregate, engines, regularizers
+from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
-from fedx_pl.federation.engines import Lost
+from fedx_pl.federation.engines import Engine, Lost, Watcher
+from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import lock, write_atomically
 from fedx_pl.methods.base import State
@@ -59,68 +60,118 @@ class Result:
     seconds: float
 
 
+@dataclass
+class Collected:
+    """What a round's clients gave."""
+
+    average: Aggregator
+    updates: list[Update] = field(default_factory=list)  # without weights
+    records: dict[int, ClientRecord] = field(default_factory=dict)
+    dropped: int = 0
+    bad: list[int] = field(default_factory=list)  # whose updates were refused
+
+    def keep(self, update: Update, record: ClientRecord) -> None:
+        """Of an update that is folded in: what is kept must not grow with the size of the weights."""
+        self.updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
+        self.records[update.client] = record
+
+
 class Orchestrator:
     """Runs the rounds of a plan in its run folder, going on from the last finished round."""
 
-    def __init__(self, plan: Plan, display: Display) -> None:
+    def __init__(
+        self, plan: Plan, display: Display, make_engine: Callable[[Plan, Watcher], Engine] = engines.make
+    ) -> None:
         """Opens or creates the run folder.
 
         Args:
             plan: what to run.
             display: told about progress.
+            make_engine: where clients train; what the configuration names if not given.
         """
-        self.plan, self.display = plan, display
+        self.plan, self.display, self.make_engine = plan, display, make_engine
         self.folder = plan.config.run_folder
         self.checkpoints = Checkpoints(self.folder, plan.config.run.keep)
+        self.pending = Pending(self.folder)
         self.state, global_state = self._open()
         self.global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
+        self._away: list[int] = []
 
     def run(self) -> Result:
         """Trains to the last round; everything of a finished round is on disk before the next begins."""
         config, plan = self.plan.config, self.plan
         with (
             self._lock,
-            closing(engines.make(plan, self.display)) as engine,
-            RunWriter(self.folder / "tensorboard", max_clients=config.run.client_curves) as writer,
+            closing(self.make_engine(plan, self.display)) as engine,
+            RunWriter(
+                self.folder / "tensorboard", known=self.state.events, max_clients=config.run.client_curves
+            ) as writer,
         ):
             self._introduce(writer)
             for round in range(self.state.round + 1, config.federation.rounds + 1):
                 started = time.perf_counter()
                 # (1) Choose the clients and freeze what they all start from.
-                chosen = plan.choose_clients(round)
+                away = self._quarantined(engine)
+                chosen = [client for client in engine.choose(round) if client not in away]
                 context = RoundContext(
                     round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
                     config.federation.batchnorm,
                 )  # fmt: skip
                 # (2) Each trains by itself, and (3) is folded into the average as it comes back.
-                average, updates, records = FedAvg(self.global_state), [], {}
-                for update in engine.run(context, chosen, self._memory_of):
-                    try:
-                        if isinstance(update, Lost):
-                            raise BadUpdate(update.reason)
-                        average.add(update.state, update.num_images)
-                    except BadUpdate as reason:
-                        self.display.note(f"round {round}: dropped client {update.client}: {reason}")
-                    else:
-                        records[update.client] = self.checkpoints.save_client(update.client, update.memory)
-                        # The weights are folded in: what is kept of an update must not grow with their size.
-                        updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
-                    self.display.client(round, len(updates), len(chosen))
-                self._require_enough(round, len(updates))
-                updates.sort(key=lambda update: update.client)  # In whatever order they came.
-                self.global_state = self._next_state(average)
-                # (4) Measure, save, log.
+                found = self._collect(engine, context, chosen)
+                self._require_enough(round, len(found.updates))
+                self.global_state = self._next_state(found)
+                for client, remark in found.average.remarks.items():
+                    self.display.note(f"round {round}: {engine.name_of(client)}: {remark}")
+                # (4) Measure, log, save. What is logged and then not saved is cut off when the run goes on.
                 trained = time.perf_counter() - started
-                row = self._row(round, updates, dropped=len(chosen) - len(updates), trained=trained)
+                row = self._row(round, found, trained)
                 row["round_seconds"] = time.perf_counter() - started
-                self._commit(row, records, seconds=row["round_seconds"])
-                self._log(writer, row, updates)
+                self._log(writer, row, found.updates)
+                self._commit(row, found, writer.lengths())
                 self.display.row(row)
             self._finish()
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds)
 
+    def _collect(self, engine: Engine, context: RoundContext, chosen: Sequence[int]) -> Collected:
+        """The round's updates: those of clients that had finished when the run was cut off, then the others'."""
+        round, found = context.round, Collected(aggregate.make(self.plan.config.aggregate, self.global_state))
+        for update, record in self.pending.load(round):
+            state = {name: tensor.to(self.plan.device) for name, tensor in update.state.items()}
+            found.average.add(state, update.num_images, update.client)
+            found.keep(update, record)
+        waiting = [client for client in chosen if client not in found.records]
+        before = time.perf_counter()
+        for outcome in engine.run(context, waiting, self._memory_of) if waiting else ():
+            try:
+                if isinstance(outcome, Lost):
+                    raise BadUpdate(outcome.reason)
+                found.average.add(outcome.state, outcome.num_images, outcome.client)
+            except BadUpdate as reason:
+                self.display.note(f"round {round}: dropped {engine.name_of(outcome.client)}: {reason}")
+                found.dropped += 1
+                found.bad += [outcome.client] if not isinstance(outcome, Lost) or outcome.fault else []
+            else:
+                record = self.checkpoints.save_client(outcome)
+                self.pending.save(round, outcome, record, time.perf_counter() - before)
+                found.keep(outcome, record)
+            self.display.client(round, len(found.updates), len(chosen))
+            before = time.perf_counter()
+        found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
+        return found
+
     def _memory_of(self, client: int) -> ClientMemory | None:
         return self.checkpoints.load_client(client, self.state.clients.get(client))
+
+    def _quarantined(self, engine: Engine) -> list[int]:
+        """Who has sent so many bad updates in a row that it is not asked any more; says so when it becomes more."""
+        limit = self.plan.config.aggregate.quarantine
+        away = sorted(client for client, count in self.state.strikes.items() if 0 < limit <= count)
+        if away != self._away:
+            names = ", ".join(map(engine.name_of, away))
+            self.display.note(f"not asked any more after aggregate.quarantine={limit} bad updates in a row: {names}")
+        self._away = away
+        return away
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 
@@ -141,10 +192,11 @@ class Orchestrator:
             write_atomically(file, config.to_yaml().encode())
         except OSError as error:
             raise UserError(f"cannot write to {self.folder} ({error}); type run.dir=ANOTHER") from error
-        partition.save(
-            self.folder / "split.json", self.plan.clients, fingerprint=self.plan.data.fingerprint,
-            options=config.content()["partition"],
-        )  # fmt: skip
+        if self.plan.clients:  # Real sites keep to themselves which images they own.
+            partition.save(
+                self.folder / "split.json", self.plan.clients, fingerprint=self.plan.data.fingerprint,
+                options=config.content()["partition"],
+            )  # fmt: skip
         found = self.checkpoints.latest()
         if found is None:
             return RunState(), self.plan.first_state()
@@ -165,15 +217,21 @@ class Orchestrator:
                 f"{self.folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
             )
 
-    def _commit(self, row: dict[str, Any], records: dict[int, Any], seconds: float) -> None:
+    def _commit(self, row: dict[str, Any], found: Collected, events: dict[str, int]) -> None:
+        # In a row: a good update clears them; who was lost or not asked keeps them.
+        strikes = {client: count for client, count in self.state.strikes.items() if client not in found.records}
+        strikes |= {client: strikes.get(client, 0) + 1 for client in found.bad}
         self.state = RunState(
             row["round"],
             [*self.state.rows, row],
             self.state.untrained,
-            {**self.state.clients, **records},
-            self.state.seconds + seconds,
+            {**self.state.clients, **found.records},
+            self.state.seconds + row["round_seconds"],
+            strikes,
+            events,
         )
         self.checkpoints.commit(self.state, self.global_state)
+        self.pending.clear()
         self._write_metrics()
 
     def _write_metrics(self) -> None:
@@ -206,32 +264,36 @@ class Orchestrator:
             return
         plan = self.plan
         writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
-        counts, names = class_counts(plan)
-        writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
-        views = next(plan.client_data(0, round=1).epoch(0))
-        writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
+        if plan.clients:
+            counts, names = class_counts(plan)
+            writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
+            views = next(plan.client_data(0, round=1).epoch(0))
+            writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
         self._log_evaluation(writer, 0, self.state.untrained)
         self.display.row({"round": 0, **self.state.untrained})
 
-    def _row(self, round: int, updates: list[Update], *, dropped: int, trained: float) -> dict[str, Any]:
-        plan = self.plan
+    def _row(self, round: int, found: Collected, trained: float) -> dict[str, Any]:
+        plan, updates = self.plan, found.updates
         plan.load(self.global_state)
         row: dict[str, Any] = {"round": round}
         row |= plan.evaluator.measure(plan.model, plan.device, round, plan.config.federation.rounds)
-        images = sum(update.num_images for update in updates)
-        means = torch.stack([update.losses.mean(dim=0) * (update.num_images / images) for update in updates]).sum(dim=0)
-        names = ["loss", *(f"loss_{name}" for name in updates[0].loss_names[1:])]
-        row |= dict(zip(names, means.tolist(), strict=True))
-        for name in updates[0].metrics:
-            row[name] = statistics.fmean(update.metrics[name] for update in updates)
+        # By name: a site's word is its own, and one that tells other losses must not stop the run.
+        for name in dict.fromkeys(name for update in updates for name in update.loss_names):
+            telling = [update for update in updates if name in update.loss_names]
+            weights = [update.num_images for update in telling]
+            means = [update.losses[:, update.loss_names.index(name)].mean().item() for update in telling]
+            row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, weights)
+        for name in dict.fromkeys(name for update in updates for name in update.metrics):
+            row[name] = statistics.fmean(update.metrics[name] for update in updates if name in update.metrics)
         seen = sum(update.images_seen for update in updates)
         row |= {
             "clients": len(updates),
-            "dropped": dropped,
+            "dropped": found.dropped,
             "lr": plan.config.optim.lr_at(round, plan.config.federation.rounds),
         }
         row |= {"images_per_second": seen / trained, "train_seconds": trained}
+        row |= {"epsilon": plan.epsilon_after(round)} if plan.config.privacy.noise else {}
         return row
 
     def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update]) -> None:
@@ -241,7 +303,8 @@ class Orchestrator:
         scalars["loss/total"] = row["loss"]
         scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"], "optim/lr": row["lr"]}
-        scalars |= {f"clients/{name}": row[name] for name in updates[0].metrics}
+        scalars |= {f"clients/{name}": row[name] for update in updates for name in update.metrics}
+        scalars |= {"privacy/epsilon": row["epsilon"]} if "epsilon" in row else {}
         for update in updates:
             first_step = update.memory.steps - len(update.losses)
             writer.client_losses(update.client, first_step, update.losses, update.loss_names)
@@ -251,10 +314,11 @@ class Orchestrator:
         writer.accuracy(round, {key: value for key, value in found.items() if "_top" in key})
         writer.round(round, {f"health/{key}": found[key] for key in ("rankme", "uniformity") if key in found})
 
-    def _next_state(self, average: FedAvg) -> State:
+    def _next_state(self, found: Collected) -> State:
         """The averaged weights, and what the regulariser's server makes of the averaged rest."""
-        share = average.num_images / sum(len(rows) for rows in self.plan.clients)
-        (_, before), (weights, mean) = regularizers.split(self.global_state), regularizers.split(average.result())
+        met = (self.state.clients | found.records).values()  # Of real sites, only those are known.
+        share = found.average.num_images / (sum(map(len, self.plan.clients)) or sum(record.images for record in met))
+        (_, before), (weights, mean) = regularizers.split(self.global_state), regularizers.split(found.average.result())
         return regularizers.join(weights, self.plan.regularizer.fold(before, mean, share))
 
     def _require_enough(self, round: int, good: int) -> None:
@@ -262,7 +326,8 @@ class Orchestrator:
         if good < needed:
             raise UserError(
                 f"round {round} has {good} good updates, federation.min_clients={needed}; "
-                f"round {round - 1} is saved in {self.folder}"
+                f"round {round - 1} is saved in {self.folder}. When the clients named above are mended, type the same "
+                f"command to go on with round {round}; add aggregate.quarantine=0 to ask those in quarantine, too"
             )
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import time
+from bisect import bisect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +21,7 @@ from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.data.sources import ImageData
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
-from fedx_pl.federation import regularizers
+from fedx_pl.federation import privacy, regularizers
 from fedx_pl.federation.client import LocalTrainer, RoundContext, resolve_precision
 from fedx_pl.methods.base import SSLMethod, State
 from fedx_pl.mixins import MIXINS, wrap
@@ -62,18 +64,26 @@ class Plan:
         self.model.load_shared(regularizers.split(global_state)[0])
         return self.model
 
-    def trainer(self, tick: Callable[[], None]) -> LocalTrainer:
-        """Trains clients on this plan's model; ``tick`` is called after every step."""
-        compile = self.config.run.compile
-        return LocalTrainer(self.model, self.device, self.precision, tick, compile, self.regularizer)
+    def trainer(self, tick: Callable[[], None], secret_noise: bool = False) -> LocalTrainer:
+        """Trains clients on this plan's model.
 
-    def client_data(self, client: int, round: int) -> ClientData:
-        """A client's batches in a round."""
+        Args:
+            tick: called after every step.
+            secret_noise: the noise of `privacy.noise` cannot be told from the run's seed; for real clients.
+        """
+        return LocalTrainer(
+            self.model, self.device, self.precision, tick, self.config.run.compile, self.regularizer,
+            self.config.privacy, secret_noise,
+        )  # fmt: skip
+
+    def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
+        """A client's batches in a round; ``rows`` if not the split's but its own, as at a site."""
+        rows = self.clients[client] if rows is None else rows
         # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
         reserved = self.config.relation_size if self.config.fedx.enabled else 0
         return ClientData(
             self.store,
-            torch.from_numpy(self.clients[client]).to(self.store.index_device),
+            torch.from_numpy(rows).to(self.store.index_device),
             self.augment,
             batch_size=self.config.optim.batch_size - reserved,
             relation_size=reserved if self.model.relation_batch else 0,
@@ -91,6 +101,28 @@ class Plan:
         """Who trains in a round: all, or a sample of `federation.fraction`."""
         draw = np.random.default_rng(derive(self.config.seed, "clients", round))
         return sorted(draw.choice(len(self.clients), size=self.clients_per_round, replace=False).tolist())
+
+    def epsilon_after(self, round: int) -> float:
+        """What the client that was chosen most often has spent of its privacy by the end of a round.
+
+        Which sites were there in which round a plan does not know: one that has missed none is assumed.
+        """
+        options, most = self.config.privacy, round
+        if self.clients:
+            times = Counter(client for number in range(1, round + 1) for client in self.choose_clients(number))
+            most = max(times.values())
+        return privacy.epsilon(options.noise, most, options.delta)
+
+    def require_budget(self) -> None:
+        """Raises a `UserError` if the run would spend more than `privacy.max_epsilon`."""
+        options, rounds = self.config.privacy, self.config.federation.rounds
+        if options.max_epsilon and (spent := self.epsilon_after(rounds)) > options.max_epsilon:
+            enough = bisect(range(1, rounds + 1), options.max_epsilon, key=self.epsilon_after)
+            fewer = f"federation.rounds={enough} or " if enough else ""
+            raise UserError(
+                f"privacy.max_epsilon={options.max_epsilon} is less than the {spent:.2f} that "
+                f"privacy.noise={options.noise} spends in {rounds} rounds; type {fewer}a larger privacy.noise"
+            )
 
     def steps_of(self, client: int) -> int:
         """Optimiser steps of a client in one round."""
@@ -131,22 +163,39 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
         config: of the run.
         report: takes one line for each thing worth knowing.
     """
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    device = resolve_device(config.run.device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    privacy.require_possible(config.privacy, config.regularizer.name)
+    resolve_device(config.run.device)  # A wrong one is better known before the data are fetched.
     data = sources.load(config.data, seed=config.seed, report=report)
     train, images = data.train, data.train.images
     clients = partition.make(
         config.partition, train.labels, train.groups, len(images), config.federation.clients, config.seed,
         fingerprint=data.fingerprint,
     )  # fmt: skip
+    return assemble(config, data, clients)
+
+
+def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan:
+    """Builds the model for data that is there already.
+
+    Args:
+        config: of the run.
+        data: to train on, or to evaluate on.
+        clients: who owns which rows; none where the images are elsewhere.
+    """
+    privacy.require_possible(config.privacy, config.regularizer.name)
+    images = data.train.images
+    device = resolve_device(config.run.device)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     mean, std = _normalisation(config, channels=images.shape[3])
     size = config.augment.size if 0 < config.augment.size < images.shape[1] else 0
     augment = Augment(replace(config.augment, size=size), mean, std)
     model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
-    return Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
+    plan = Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
+    plan.require_budget()
+    return plan
 
 
 def _normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

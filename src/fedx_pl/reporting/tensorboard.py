@@ -1,6 +1,7 @@
 """The TensorBoard events of a run: one writer, tags that group well, and step axes that never restart."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +24,28 @@ class RunWriter:
 
     Args:
         folder: where the event files go; created when needed. A resumed run adds a file to the same folder.
+        known: files that were there at the last checkpoint and how long they were; what was written after it is
+            cut off, for the rounds it belongs to come again.
         max_clients: the clients numbered below this get loss curves of their own; a hundred curves in one chart are
             neither readable nor cheap. By number, so that a resumed run goes on with the same ones.
     """
 
-    def __init__(self, folder: Path, *, max_clients: int = 10) -> None:
+    def __init__(self, folder: Path, *, known: Mapping[str, int] | None = None, max_clients: int = 10) -> None:
         self._folder = folder
         self._max_clients = max_clients
+        if known is not None:
+            _cut_off(folder, known)
+
+    def lengths(self) -> dict[str, int]:
+        """The event files and how long they are, after everything written so far is on the disk."""
+        if "_writer" in self.__dict__:
+            self._writer.flush()
+        found = {}
+        for file in sorted(self._folder.glob("events.*")):
+            with open(file, "rb") as events:
+                os.fsync(events.fileno())
+            found[file.name] = file.stat().st_size
+        return found
 
     @cached_property
     def _writer(self) -> "SummaryWriter":
@@ -126,3 +142,11 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _cut_off(folder: Path, known: Mapping[str, int]) -> None:
+    for file in folder.glob("events.*"):
+        if file.name not in known:
+            file.unlink()
+        elif file.stat().st_size > known[file.name]:
+            os.truncate(file, known[file.name])

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fedx_pl.errors import require
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+
+if TYPE_CHECKING:  # A plan holds the configuration, which holds `EngineOptions`.
+    from fedx_pl.federation.plan import Plan
 
 MemoryOf = Callable[[int], ClientMemory | None]
 
@@ -38,6 +41,7 @@ class Lost:
 
     client: int
     reason: str
+    fault: bool = False  # It answered, but not as it should.
 
 
 class Watcher(Protocol):
@@ -53,8 +57,25 @@ class Watcher(Protocol):
         """Something the user should see."""
 
 
-class Engine(Protocol):
+class Engine:
     """Trains the clients of a round."""
+
+    def __init__(self, plan: "Plan", watcher: Watcher) -> None:
+        """Keeps what it needs.
+
+        Args:
+            plan: of the run.
+            watcher: told about progress.
+        """
+        self.plan, self.watcher = plan, watcher
+
+    def choose(self, round: int) -> list[int]:
+        """Who trains in a round."""
+        return self.plan.choose_clients(round)
+
+    def name_of(self, client: int) -> str:
+        """A client's name for people."""
+        return f"client {client}"
 
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
         """Trains clients and yields each as it finishes, in any order.
@@ -64,6 +85,7 @@ class Engine(Protocol):
             clients: who trains.
             memory_of: what a client remembers, asked for when its turn comes.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Lets go of processes and connections."""

@@ -3,21 +3,18 @@
 from collections.abc import Iterator, Sequence
 
 from fedx_pl.federation.client import RoundContext, Update
-from fedx_pl.federation.engines.base import MemoryOf, Watcher
+from fedx_pl.federation.engines.base import Engine, MemoryOf, Watcher
 from fedx_pl.federation.plan import Plan
 
 
-class SerialEngine:
+class SerialEngine(Engine):
     """The smallest engine."""
 
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
-        self.plan = plan
+        super().__init__(plan, watcher)
         self.trainer = plan.trainer(watcher.step)
 
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
         """Trains the clients in the order given."""
         for client in clients:
             yield self.trainer.run(context, client, self.plan.client_data(client, context.round), memory_of(client))
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -1,0 +1,129 @@
+"""What a client does to its update before it leaves: clip its norm, add Gaussian noise; and what that is worth.
+
+Nobody but the client sees the update without noise, so the server need not be trusted with it. docs/privacy.md says
+what this protects and what not.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+from torch import Tensor
+
+from fedx_pl.errors import UserError, require
+from fedx_pl.methods.base import State
+
+_LEAST_VARIANCE = 1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
+
+
+@dataclass(frozen=True)
+class PrivacyOptions:
+    """How much of a client may show in its update; off by default."""
+
+    clip: float = field(default=0.0, metadata={"help": "C, largest L2 norm of a client's update; 0: any"})
+    noise: float = field(default=0.0, metadata={"help": "standard deviation of the noise on an update, in units of C"})
+    delta: float = field(default=1e-5, metadata={"help": "of (epsilon, delta) differential privacy"})
+    max_epsilon: float = field(default=0.0, metadata={"help": "do not start a run that would spend more; 0: any"})
+
+    def __post_init__(self) -> None:
+        for name, instead in (("clip", "1"), ("noise", "10"), ("max_epsilon", "8")):
+            value = getattr(self, name)
+            require(f"privacy.{name}", value, 0 <= value < math.inf, f"privacy.{name}={instead}, or 0 for none")
+        require("privacy.delta", self.delta, 0 < self.delta < 1, "privacy.delta=1e-5")
+        if self.noise and not self.clip:
+            raise UserError(
+                f"privacy.noise={self.noise} protects only updates of bounded norm; also type privacy.clip=1"
+            )
+        if self.max_epsilon and not self.noise:
+            raise UserError(f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10")
+
+
+def require_possible(options: PrivacyOptions, regularizer: str) -> None:
+    """Raises a `UserError` for what would fail, or not protect, later.
+
+    Args:
+        options: of the run.
+        regularizer: its name.
+    """
+    if options.clip and regularizer == "scaffold":
+        raise UserError(
+            f"privacy.clip={options.clip} does not cover the control variates that regularizer=scaffold sends beside "
+            f"the weights; type regularizer=fedprox or none"
+        )
+    if options.noise and importlib.util.find_spec("dp_accounting") is None:
+        raise UserError(f"privacy.noise={options.noise} needs dp-accounting; type pip install 'fedx-pl[privacy]'")
+
+
+def protect(state: State, received: State, options: PrivacyOptions, seed: int | None) -> tuple[State, dict[str, float]]:
+    """An update as it may leave the client.
+
+    ``d``, all floating tensors of ``state - received`` as one vector, becomes ``d min(1, C / |d|) + noise C N(0, 1)``.
+    Integer tensors only count steps and stay as they are.
+
+    Args:
+        state: shared weights after local training.
+        received: the same before.
+        options: C and the noise.
+        seed: of the noise. None draws it from the operating system: who knows the seed can take the noise away.
+
+    Returns:
+        The state, and ``update_norm`` (of ``d`` before clipping): only without noise, as it would tell of the client.
+    """
+    if not options.clip:
+        return state, {}
+    deltas = {name: _double(t, t) - _double(received[name], t) for name, t in state.items() if t.is_floating_point()}
+    norm = torch.stack([delta.square().sum() for delta in deltas.values()]).sum().sqrt().item()
+    if not options.noise and not norm > options.clip:  # NaN goes as it is: the server says in which tensor.
+        return state, {"update_norm": norm}
+    if options.noise and not math.isfinite(norm):  # That training failed must not show either.
+        deltas, norm = {name: torch.zeros_like(delta) for name, delta in deltas.items()}, 0.0
+    scale = options.clip / max(norm, options.clip)
+    normal = _from_os if seed is None else _from_seed(seed)
+    protected = dict(state)
+    for name, delta in deltas.items():
+        tensor = _double(received[name], delta) + scale * delta
+        if options.noise:
+            tensor += options.noise * options.clip * normal(tensor.shape).to(tensor.device)
+            if name.endswith("running_var"):
+                tensor = tensor.clamp(min=_LEAST_VARIANCE)
+        protected[name] = tensor.to(state[name].dtype)
+    return protected, {} if options.noise else {"update_norm": norm}
+
+
+def epsilon(noise: float, rounds: int, delta: float) -> float:
+    """The epsilon that a client has spent after so many rounds in which it gave an update.
+
+    Two clients' data are neighbours whatever they hold: clipped updates then differ by up to 2C, so the noise counts as
+    ``noise / 2`` standard deviations. Nothing is gained from the sampling of clients or from the averaging, as the
+    server sees each update by itself.
+
+    Args:
+        noise: `PrivacyOptions.noise`.
+        rounds: updates the client has given.
+        delta: `PrivacyOptions.delta`.
+    """
+    from dp_accounting import GaussianDpEvent  # Here: most runs need none of it, and it takes seconds to load.
+    from dp_accounting.rdp import RdpAccountant
+
+    return float(RdpAccountant().compose(GaussianDpEvent(noise / 2), rounds).get_epsilon(delta))
+
+
+def _double(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.device, torch.float64)
+
+
+def _from_seed(seed: int) -> Callable[[torch.Size], Tensor]:
+    """Noise that is the same in every run and on every device: for simulations."""
+    draw = np.random.default_rng(seed)
+    return lambda shape: torch.from_numpy(np.asarray(draw.standard_normal(shape)))
+
+
+def _from_os(shape: torch.Size) -> Tensor:
+    """Noise from the operating system's own generator, which is made for secrets; numpy's and torch's are not."""
+    bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12
+    return torch.from_numpy(ndtri((bits + 0.5) * 2.0**-52)).reshape(shape)  # 52 bits and a half: never 0 or 1.

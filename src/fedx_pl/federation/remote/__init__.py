@@ -1,0 +1,1 @@
+"""A federation of real sites, over Flower. Only `link`, `node` and `superlink` know Flower."""

@@ -1,0 +1,199 @@
+"""``fedx-pl federate keys | server | client``: a federation of real sites."""
+
+import argparse
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
+from rich.console import Console
+
+from fedx_pl import config as configuration
+from fedx_pl import terminal
+from fedx_pl.config import Config
+from fedx_pl.data import sources
+from fedx_pl.data.images import ImageData, Split
+from fedx_pl.errors import UserError, require
+from fedx_pl.federation import plan as planning
+from fedx_pl.federation.engines import Watcher
+from fedx_pl.federation.engines.flower import FlowerEngine
+from fedx_pl.federation.orchestrator import Orchestrator
+from fedx_pl.federation.plan import Plan
+from fedx_pl.federation.remote import keys, site, wire
+from fedx_pl.federation.remote.link import Link, quiet_flower
+from fedx_pl.files import lock
+
+POLL_SECONDS = 0.5
+AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
+# A site believes a refusal only after a while. A coordinator that has just started knows no keys yet, and one that has
+# not noticed that a site was killed does not let it in a second time; it notices after 20 seconds.
+PATIENCE_SECONDS = 30.0
+
+
+def make_keys(options: argparse.Namespace) -> None:
+    """Certificates and keys."""
+    names = [name.strip() for name in options.sites.split(",") if name.strip()]
+    host = options.host or socket.getfqdn()
+    for line in keys.make(options.out, host, options.port, names):
+        print(line)
+
+
+def server(options: argparse.Namespace) -> None:
+    """Coordinates the rounds."""
+    config = _server_config(options)
+    require("--port", options.port, 0 < options.port < 2**16, "--port 8000")
+    require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
+    require("--wait", options.wait, 0 <= options.wait < inf, "seconds, e.g. --wait 600")
+    console = Console(markup=False, highlight=False)
+    console.print(terminal.announcement(config), soft_wrap=True)
+    known = None if options.insecure else keys.load_server(options.keys)
+    if known is not None and len(known.sites) < config.federation.clients:
+        raise UserError(
+            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
+            f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
+        )
+    plan = coordinator_plan(config, lambda line: console.print(line, soft_wrap=True))
+    side, channels = plan.data.train.images.shape[1], plan.data.train.images.shape[3]
+
+    def make_engine(plan: Plan, watcher: Watcher) -> FlowerEngine:
+        link = Link(plan.config.run_folder / "flower", options.host, options.port, known)
+        watcher.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
+        engine = FlowerEngine(
+            plan, watcher, link, site.offer(config, channels, side), wait=options.wait, timeout=options.timeout
+        )
+        if known is not None:
+            engine.book.expect(sorted(known.sites))
+        return engine
+
+    with terminal.Terminal(console, config.federation.rounds) as display:
+        result = Orchestrator(plan, display, make_engine).run()
+    terminal.summary(result, console)
+
+
+def client(options: argparse.Namespace) -> None:
+    """A site: takes part until it is stopped."""
+    own = [word for word in options.overrides if word.startswith(("run.", "data."))]
+    if other := [word for word in options.overrides if word not in own]:
+        raise UserError(
+            f"{other[0]} is the coordinator's to set; a site has run.* and data.* keys, e.g. run.device=cpu"
+        )
+    if not options.data.is_dir():
+        raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
+    if options.insecure:
+        known = keys.SiteKeys(
+            options.name or options.data.resolve().name, options.server, Path(), ec.generate_private_key(ec.SECP384R1())
+        )
+    else:
+        known = keys.load_site(options.keys)
+    address = options.server or known.server
+    _require_address(address, options.insecure)
+    state = options.state or Path(f"fedx-site-{known.name}")
+    quiet_flower(state)
+    try:
+        held = lock(state)
+    except UserError:
+        raise UserError(f"this site runs already: another process uses --state {state}; end that one first") from None
+    console = Console(markup=False, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
+
+    here = site.Site(known.name, state, [f"data.root={options.data}", *own], say, allow_code=options.allow_code)
+    say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with held, suppress(KeyboardInterrupt):
+        _serve(here, address, None if options.insecure else known.ca, known.private, say)
+    say("left the federation; start the same command to join again")
+
+
+def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> Plan:
+    """A plan without clients of its own, and with labelled images only if the configuration names some."""
+    if config.data.name != "folder" or config.data.root != configuration.compose(["data=folder"]).data.root:
+        data = sources.load(config.data, seed=config.seed, report=report)
+    else:
+        report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
+        side = config.data.image_size or 96
+        nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
+        data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "")
+    return planning.assemble(config, data, [])
+
+
+def _server_config(options: argparse.Namespace) -> Config:
+    words = options.overrides
+    if any(word.startswith("federation.clients=") for word in words):
+        raise UserError("type --clients N instead of federation.clients=N")
+    config = configuration.compose([*words, f"federation.clients={options.clients}"])
+    if config.fedca.enabled:
+        raise UserError("fedca=true needs a base encoder on every site; it works in simulations only")
+    if config.engine.name != "serial":
+        raise UserError(f"engine={config.engine.name} is for fedx-pl train; sites train by themselves")
+    run = replace(config.run, root=str(Path(config.run.root) / "federations")) if not config.run.dir else config.run
+    return replace(config, run=run)
+
+
+def _serve(
+    here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: planning.Callable
+) -> None:
+    """Answers messages, and connects again whenever the coordinator was away."""
+    from fedx_pl.federation.remote.node import Node, Refused, Unreachable, WrongCertificate
+
+    silent, refused, connection = False, 0.0, here.state / "connection"
+    while True:
+        node = None
+        try:
+            node = Node(address, ca, private, _number(connection))
+            connection.write_text(str(node.number))
+            say("connected; waiting for rounds")
+            silent, refused = False, 0.0
+            while True:
+                incoming = node.next()
+                if incoming is None:
+                    time.sleep(POLL_SECONDS)
+                elif incoming.content is None:
+                    say(f"a message that cannot be read: {incoming.error}")
+                else:
+                    node.answer(incoming, here.answer(incoming.kind, incoming.content))
+        except Unreachable as error:
+            if not silent:
+                say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
+            silent = True
+        except Refused as error:
+            if not refused:
+                say(f"the coordinator at {address} does not let this site in ({wire.plain(error)}); trying again")
+            refused = refused or time.monotonic()
+            if isinstance(error, WrongCertificate):
+                raise UserError(f"{address} is not the coordinator of this site's keys: {error}") from error
+            if time.monotonic() > refused + PATIENCE_SECONDS:
+                raise UserError(
+                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
+                    f"key in KEYS/server/sites, and see that this machine's clock is right"
+                ) from error
+        except BaseException:
+            if node is not None:
+                node.close(leave=True)
+            raise
+        if node is not None:
+            node.close(leave=False)
+        time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
+
+
+def _number(file: Path) -> int | None:
+    """Of this site's last connection, in this process or in one that was killed."""
+    try:
+        number = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return number if 0 <= number < 2**64 else None
+
+
+def _require_address(address: str, insecure: bool) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16) or "/" in host:
+        raise UserError(f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000")
+    if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UserError(f"--insecure --server {address}: without TLS only within one machine; use --keys")

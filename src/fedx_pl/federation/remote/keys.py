@@ -1,0 +1,200 @@
+"""Certificates and keys of a federation: who may join, and how each side knows the other.
+
+    KEYS/ca.key, KEYS/ca.crt        make further certificates; keep ca.key offline
+    KEYS/server/                    for the coordinator: ca.crt, server.crt, server.key, sites/NAME.pub
+    KEYS/sites/NAME/                for one site: ca.crt, site.key, site.json (its name and the coordinator's address)
+
+A site knows the coordinator by a certificate of this CA; the coordinator knows a site by its public key.
+"""
+
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedx_pl.errors import UserError
+from fedx_pl.files import write_atomically
+
+YEARS = 5
+
+
+@dataclass(frozen=True)
+class SiteKeys:
+    """What a site holds."""
+
+    name: str
+    server: str  # HOST:PORT
+    ca: Path
+    private: ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """What the coordinator holds."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+    sites: dict[str, bytes]  # public keys (PEM) by name
+
+
+def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
+    """Makes the CA, the coordinator's certificate and a key for each site; what is there already stays.
+
+    Args:
+        folder: where to put everything.
+        host: the name or address by which sites reach the coordinator.
+        port: of the coordinator.
+        sites: names of sites, old ones or new.
+
+    Returns:
+        Lines that tell what goes where.
+    """
+    for name in sites:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+            raise UserError(f"--sites {name}: a site's name has letters, digits, dots and dashes, e.g. hospital-a")
+    authority, ca = _authority(folder)
+    _server(folder / "server", host, authority, ca)
+    lines = [
+        f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys {folder / 'server'}"
+    ]
+    for name in sites:
+        _site(folder, name, f"{host}:{port}", ca)
+        place = folder / "sites" / name
+        lines.append(f"{place}: for {name} alone; fedx-pl federate client --data IMAGES --keys {place.name}")
+    lines.append(f"{folder / 'ca.key'}: makes further keys; keep it offline")
+    return lines
+
+
+def load_site(folder: Path) -> SiteKeys:
+    """Reads a site's folder."""
+    try:
+        about = json.loads((folder / "site.json").read_text())
+        name, server = str(about["name"]), str(about["server"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes them on the "
+            f"coordinator, in KEYS/sites/NAME"
+        ) from error
+    return SiteKeys(name, server, folder / "ca.crt", _read_private(folder / "site.key"))
+
+
+def load_server(folder: Path) -> ServerKeys:
+    """Reads the coordinator's folder."""
+    files = [folder / name for name in ("ca.crt", "server.crt", "server.key")]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(
+            f"{missing[0]} is missing; type fedx-pl federate keys --host THIS_HOST --sites NAME,NAME, or --insecure "
+            f"to try things out on this machine"
+        )
+    public = {file.stem: file.read_bytes() for file in sorted((folder / "sites").glob("*.pub"))}
+    if not public:
+        raise UserError(f"{folder / 'sites'} holds no site's key; type fedx-pl federate keys --sites NAME,NAME")
+    ca, certificate, key = files
+    return ServerKeys(ca, certificate, key, public)
+
+
+def public_pem(private: ec.EllipticCurvePrivateKey) -> bytes:
+    """The public half."""
+    plain = serialization.PublicFormat.SubjectPublicKeyInfo
+    return private.public_key().public_bytes(serialization.Encoding.PEM, plain)
+
+
+def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
+    if any((folder / name).exists() for name in ("ca.crt", "server", "sites")):  # Another CA would make them useless.
+        if not key_file.exists() or not certificate_file.exists():
+            raise UserError(
+                f"{key_file} and {certificate_file.name} are needed to make further keys; put them back, or choose "
+                f"another --out"
+            )
+        return _read_private(key_file), x509.load_pem_x509_certificate(certificate_file.read_bytes())
+    private = ec.generate_private_key(ec.SECP384R1())
+    name = _name("fedx-pl federation")
+    builder = _certificate(name, name, private).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
+    certificate = builder.add_extension(usage, True).sign(private, hashes.SHA384())
+    _write_secret(key_file, private)
+    write_atomically(certificate_file, _pem(certificate))  # Last: with it, the authority is complete.
+    return private, certificate
+
+
+def _server(folder: Path, host: str, authority: ec.EllipticCurvePrivateKey, ca: x509.Certificate) -> None:
+    file = folder / "server.crt"
+    write_atomically(folder / "ca.crt", _pem(ca))
+    if file.exists() and host in _names(x509.load_pem_x509_certificate(file.read_bytes())):
+        return
+    private = ec.generate_private_key(ec.SECP384R1())
+    names = x509.SubjectAlternativeName([_general_name(one) for one in dict.fromkeys([host, "localhost", "127.0.0.1"])])
+    builder = _certificate(_name(host), ca.subject, private).add_extension(names, False)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    certificate = builder.add_extension(identifier, False).sign(authority, hashes.SHA384())
+    _write_secret(folder / "server.key", private)
+    write_atomically(file, _pem(certificate))
+
+
+def _site(folder: Path, name: str, server: str, ca: x509.Certificate) -> None:
+    place = folder / "sites" / name
+    if not (place / "site.key").exists():
+        _write_secret(place / "site.key", ec.generate_private_key(ec.SECP384R1()))
+    private = _read_private(place / "site.key")
+    write_atomically(folder / "server" / "sites" / f"{name}.pub", public_pem(private))
+    write_atomically(place / "ca.crt", _pem(ca))
+    write_atomically(place / "site.json", json.dumps({"name": name, "server": server}).encode())
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now, public = datetime.now(UTC), private.public_key()
+    builder = x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=365 * YEARS))
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _names(certificate: x509.Certificate) -> set[str]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(name.value) for name in names}
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _read_private(file: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        private = serialization.load_pem_private_key(file.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} is not a readable key ({error}); `fedx-pl federate keys` makes one") from error
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{file} is not an elliptic-curve key; `fedx-pl federate keys` makes one")
+    return private
+
+
+def _write_secret(file: Path, private: ec.EllipticCurvePrivateKey) -> None:
+    """For the owner's eyes from the first byte on."""
+    content = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # An older one may be open to others.
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as secret:
+        secret.write(content)

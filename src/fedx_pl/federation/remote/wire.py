@@ -1,0 +1,89 @@
+"""What travels between coordinator and sites: one JSON text and one safetensors blob per message, nothing else."""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from fedx_pl.methods.base import State
+
+HELLO, TRAIN = "query", "train"  # Flower's names for messages of these kinds
+MAX_JSON, MAX_TEXT = 1_000_000, 1000
+
+
+class BadMessage(Exception):
+    """A message that does not make sense; the text says why."""
+
+
+class Content(NamedTuple):
+    """What a message says."""
+
+    meta: dict[str, Any]
+    tensors: State
+
+
+def pack(content: Content) -> tuple[str, bytes]:
+    """To (JSON, safetensors); not-a-number and infinity become null."""
+    text = json.dumps(_finite(content.meta), allow_nan=False)
+    return text, save({name: tensor.detach().cpu().contiguous() for name, tensor in content.tensors.items()})
+
+
+def unpack(text: str, blob: bytes) -> Content:
+    """The inverse of `pack`, for bytes that may come from anyone."""
+    if len(text) > MAX_JSON:
+        raise BadMessage(f"its JSON has {len(text):,} characters")
+    try:
+        meta = json.loads(text)
+        tensors = load(blob)
+    except (ValueError, RecursionError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise BadMessage(f"it cannot be read ({error})") from error
+    if not isinstance(meta, dict):
+        raise BadMessage("its JSON is not an object")
+    return Content(meta, tensors)
+
+
+def plain(words: object) -> str:
+    """Someone's words as one short line: a terminal would obey what is not printable."""
+    line = " ".join(str(words).split())[:MAX_TEXT]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+def whole(meta: dict[str, Any], key: str, least: int = 0) -> int:
+    """A count in a message."""
+    value = meta.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
+        raise BadMessage(f"{key}={value!r} is not a whole number from {least} on")
+    return value
+
+
+def text(meta: dict[str, Any], key: str) -> str:
+    """A short text in a message."""
+    value = meta.get(key)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise BadMessage(f"{key} is not a short text")
+    return value
+
+
+def numbers(meta: dict[str, Any], key: str, most: int = 64) -> dict[str, float]:
+    """Named numbers in a message; null is not-a-number."""
+    found = meta.get(key)
+    if not isinstance(found, dict) or len(found) > most:
+        raise BadMessage(f"{key} is not a small table of numbers")
+    for name, value in found.items():
+        good = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if not (good and name.isidentifier() and len(name) <= 64):
+            raise BadMessage(f"{key} has an entry {name[:64]!r} that is no named number")
+    try:
+        return {name: math.nan if value is None else float(value) for name, value in found.items()}
+    except OverflowError as error:
+        raise BadMessage(f"{key} has a number that is too large") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
