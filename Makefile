@@ -75,5 +75,5 @@ clean:  ## Remove the environment and caches; data/ and runs/ stay
 	@touch $@
 
 .venv/installed-dev: setup.cfg .venv/installed
-	$(INSTALL) -e .[dev]
+	$(INSTALL) -e .[dev,flower,privacy,ray]
 	@touch $@

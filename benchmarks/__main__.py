@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import evaluation, overhead, report, rival, scale, training
+from benchmarks import engines, evaluation, overhead, report, rival, scale, training
 from benchmarks.measure import commit, machine
 from benchmarks.rounds import Setting
 from fedx_pl.errors import UserError
@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[Callable[[Setting], report.Part], float]] = {
     "probe": (evaluation.probe, 3),
     "overhead": (overhead.measure, 3),
     "scale": (scale.measure, 5),
+    "engines": (engines.measure, 3),
 }
 OUT = Path(__file__).parent / "results" / "latest.json"
 

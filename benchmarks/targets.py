@@ -47,5 +47,7 @@ _ALL = [
     *(Target(f"{case}: overhead per client", 40.0, "<=", "ms") for case in OVERHEAD),
     Target("peak memory, many clients / few", 1.15, "<="),
     Target("round time per client, many clients / few", 1.1, "<="),
+    Target("Ray against serial", 1.0, ">="),
+    Target("Ray: overhead per client", 15.0, "<=", "ms"),
 ]
 TARGETS = {target.name: target for target in _ALL}

@@ -175,7 +175,7 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command goes on after the last finished round" in error
+    assert "the same command goes on after the last finished client: fedx-pl train" in error
     assert "Traceback" not in error
     assert (tmp_path / "run" / "metrics.csv").exists()
 

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedx_pl.data import sources
 from fedx_pl.errors import UserError
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import prepare
+from fedx_pl.stopping import Stopped, stopped_by_signals
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -42,8 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; {advice}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished round", file=sys.stderr)
+        print(f"\ninterrupted; {_how_to_go_on(arguments)}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Stopped as signal:
+        print(f"\nstopped by {signal}; {_how_to_go_on(arguments)}", file=sys.stderr)
+        return 0
+
+
+def _how_to_go_on(arguments: Sequence[str] | None) -> str:
+    words = shlex.join(["fedx-pl", *(sys.argv[1:] if arguments is None else arguments)])
+    return f"the same command goes on after the last finished client: {words}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("overrides", nargs="*", help="group=choice or key=value, see below")
+    train.add_argument("--fork", type=Path, help="a run folder: start a new run from its weights")
     train.add_argument("--dry-run", action="store_true", help="show the plan and its cost, train nothing")
     train.set_defaults(command=_train)
     data = commands.add_parser(
@@ -175,7 +186,7 @@ def _train(options: argparse.Namespace) -> None:
         console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
                       soft_wrap=True)  # fmt: skip
         return
-    with terminal.Terminal(console, rounds) as display:
+    with stopped_by_signals(), terminal.Terminal(console, rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:
@@ -194,12 +205,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     from fedx_pl import revisit  # Here and below: what only one command needs would slow every start down.
 
     kinds = [word for word in options.overrides if "=" not in word] or ["linear"]
-    overrides = [word for word in options.overrides if "=" in word]
+    allow_code = "allow_code=true" in options.overrides
+    overrides = [word for word in options.overrides if "=" in word and not word.startswith("allow_code=")]
     console = Console(markup=False, highlight=False)
     with terminal.steps(console, "evaluating") as tick:
         found = revisit.evaluate_run(
-            options.run, kinds, overrides, lambda line: console.print(line, soft_wrap=True), tick, options.round
-        )
+            options.run, kinds, overrides, lambda line: console.print(line, soft_wrap=True), tick, options.round,
+            allow_code=allow_code,
+        )  # fmt: skip
     console.print(terminal.evaluations(found))
     console.print(f"kept in {options.run / 'evaluation'}", soft_wrap=True)
 

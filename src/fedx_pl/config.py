@@ -34,69 +34,20 @@ from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.alarms import HealthOptions
 from fedx_pl.federation.engines import EngineOptions
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import RegularizerOptions
 from fedx_pl.methods.base import OptimOptions, SSLMethod
 from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
+from fedx_pl.options import FederationOptions, RunOptions
 
 _INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
-
-
-@dataclass(frozen=True)
-class FederationOptions:
-    """Who trains, and how often."""
-
-    clients: int = field(default=10, metadata={"help": "N, how many clients own the images"})
-    rounds: int = field(default=100, metadata={"help": "R, communication rounds"})
-    epochs: int = field(default=10, metadata={"help": "E, local epochs per round"})
-    fraction: float = field(default=1.0, metadata={"help": "share of the clients that train in a round"})
-    min_clients: int = field(default=1, metadata={"help": "good updates a round needs"})
-    batchnorm: str = field(
-        default="average", metadata={"help": "average: statistics too | local: each client keeps its own"}
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("clients", "rounds", "epochs", "min_clients"):
-            require(f"federation.{name}", value := getattr(self, name), value >= 1, f"federation.{name}=1 or more")
-        require("federation.fraction", self.fraction, 0 < self.fraction <= 1, "a share in (0, 1], e.g. 0.5")
-        possible = self.min_clients <= self.clients
-        require("federation.min_clients", self.min_clients, possible, f"at most federation.clients={self.clients}")
-        known = self.batchnorm in ("average", "local")
-        require("federation.batchnorm", self.batchnorm, known, "federation.batchnorm=average or local")
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where and how a run happens; nothing here changes what is computed (`compile`: but for rounding)."""
-
-    root: str = field(default="runs", metadata={"help": "folder of all runs"})
-    dir: str = field(default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"})
-    resume: str = field(
-        default="auto", metadata={"help": "auto: go on where this run stopped | never: the folder must be new"}
-    )
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | cuda:1 ..."})
-    threads: int = field(default=0, metadata={"help": "CPU threads; 0 = torch's choice"})
-    compile: bool = field(
-        default=False, metadata={"help": "torch.compile the networks: for long runs on a GPU; needs a C++ compiler"}
-    )
-    keep: int = field(default=2, metadata={"help": "checkpoints kept"})
-    resident_gb: float = field(default=4.0, metadata={"help": "images up to this size stay on the training device"})
-    client_curves: int = field(default=10, metadata={"help": "clients with loss curves of their own in TensorBoard"})
-
-    def __post_init__(self) -> None:
-        require("run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never")
-        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        require("run.device", self.device, known, "run.device=auto, cpu, cuda or cuda:1")
-        require("run.threads", self.threads, self.threads >= 0, "run.threads=0 for torch's choice")
-        require("run.keep", self.keep, self.keep >= 1, "run.keep=1 or more")
-        require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, "run.resident_gb=0 or more")
-        require("run.client_curves", self.client_curves, self.client_curves >= 0, "run.client_curves=0 or more")
 
 
 @dataclass(frozen=True)
@@ -112,6 +63,7 @@ class Config:
 
     name: str = field(default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"})
     seed: int = field(default=0, metadata={"help": "all randomness derives from it"})
+    fork: str = field(default="", metadata={"help": "a run folder: start from its weights (short: --fork RUN)"})
     profile: str = field(default="paper", metadata={"help": "the choice made for this group"})
     recipe: str = field(default="paper", metadata={"help": "the choice made for this group"})
     data: DataOptions = field(default_factory=DataOptions)
@@ -128,6 +80,7 @@ class Config:
     optim: OptimOptions = field(default_factory=OptimOptions)
     federation: FederationOptions = field(default_factory=FederationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    health: HealthOptions = field(default_factory=HealthOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
 
@@ -152,11 +105,12 @@ class Config:
     def content(self) -> dict[str, Any]:
         """What decides the result: all keys but where things are and how the run is carried out."""
         content = dataclasses.asdict(self)
-        del content["run"], content["engine"]
+        del content["run"], content["engine"], content["health"]
         del content["aggregate"]["quarantine"]  # A client that was mended is asked again by another value.
         for place in ("cache", "download", "workers"):
             del content["data"][place]
         content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
+        content["fork"] = Path(self.fork).name
         # For a folder the root says which images, for the others only where they lie.
         if self.data.name != "folder":
             del content["data"]["root"]
@@ -198,8 +152,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {
-    "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name",
-    "aggregate": "aggregate.rule",
+    "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name", "aggregate": "aggregate.rule",
+    "on_collapse": "health.on_collapse",
     **{name: f"{name}.enabled" for name in MIXINS},
 }  # fmt: skip
 _LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
@@ -268,12 +222,23 @@ def _experiment(name: str) -> tuple[str, str, str]:
     return data, method, str(rest != method).lower()
 
 
-def load(path: Path) -> Config:
-    """Reads a run folder's ``config.yaml`` back."""
+def load(path: Path, trusted: str = "") -> Config:
+    """Reads a run folder's ``config.yaml`` back.
+
+    Args:
+        path: of the file.
+        trusted: a method ``module:Class`` whose code may be imported, or ``*`` for any. A run folder may be somebody
+            else's, and importing a module runs it.
+    """
     try:
-        return from_tree(yaml.safe_load(path.read_text()), str(path))
-    except (OSError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
+    method = tree.get("method") if isinstance(tree, dict) else None
+    name = str(method.get("name")) if isinstance(method, dict) else ""
+    if ":" in name and trusted not in ("*", name):
+        raise UserError(f"{path} names code to be run, method={name}; if you trust it, add allow_code=true")
+    return from_tree(tree, str(path))
 
 
 def from_tree(tree: Any, source: str) -> Config:
@@ -287,7 +252,7 @@ def from_tree(tree: Any, source: str) -> Config:
         schema = _schema(tree["method"]["name"])
     except (TypeError, KeyError) as error:
         raise UserError(f"{source} is not a readable run configuration ({error})") from error
-    return _frozen(_merge(schema, tree, source))
+    return _frozen(_merge(schema, _plain(tree), source))
 
 
 def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]:
@@ -347,7 +312,10 @@ def _usual(method_name: str) -> dict[str, Any]:
 
 
 def _frozen(schema: DictConfig) -> Config:
-    config = OmegaConf.to_object(schema)
+    try:
+        config = OmegaConf.to_object(schema)
+    except OmegaConfBaseException as error:  # Some values are looked at only now.
+        raise UserError(f"wrong value for {error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     return config
 
@@ -369,13 +337,22 @@ def _read_choice(group: str, choice: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     """Lists and mappings are read as YAML; anything else stays text, which the schema converts to its type."""
-    text = text.replace("${", "\\${")  # A dollar sign in a path is no reference to another key.
+    text = _plain(text)
     if not text.startswith(("[", "{")):
         return text
     try:
         return yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError:
         return text
+
+
+def _plain(value: Any) -> Any:
+    """A dollar sign in a path is no reference to another key, nor to the environment."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

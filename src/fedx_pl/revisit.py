@@ -49,6 +49,8 @@ def evaluate_run(
     report: Report = print,
     tick: Tick | None = None,
     round: int | None = None,
+    *,
+    allow_code: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Measures a checkpoint of a run and writes what it finds to ``RUN/evaluation/KIND.json``.
 
@@ -59,6 +61,7 @@ def evaluate_run(
         report: takes one line for each thing worth knowing.
         tick: called with (steps done, steps in all) while something is trained, from the start for every kind.
         round: whose checkpoint; the newest one's unless given. Results of an older one go to ``KIND_round_00012.json``.
+        allow_code: the run's method may be a class outside this package, whose module is then imported.
 
     Returns:
         The results by kind::
@@ -80,7 +83,7 @@ def evaluate_run(
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no evaluation {kind!r}; type one of {', '.join(KINDS)}")
-    run = _open(folder, _changed(_read(folder), overrides), report, round)
+    run = _open(folder, _changed(_read(folder, allow_code), overrides), report, round)
     suffix = "" if round is None else f"_round_{round:05d}"
     if not run.plan.evaluator.possible and (labelled := [kind for kind in kinds if kind != "geometry"]):
         raise UserError(
@@ -138,10 +141,10 @@ class _Run:
     global_state: State  # on the plan's device
 
 
-def _read(folder: Path) -> Config:
+def _read(folder: Path, allow_code: bool) -> Config:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml; type fedx-pl evaluate runs/NAME")
-    return load(folder / "config.yaml")
+    return load(folder / "config.yaml", trusted="*" if allow_code else "")
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
@@ -168,7 +171,7 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
 
 def _open(folder: Path, config: Config, report: Report, round: int | None) -> _Run:
     checkpoints = Checkpoints(folder)
-    found = checkpoints.latest() if round is None else checkpoints.read(round)
+    found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
     if found is None:
         raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
     state, global_state = found
@@ -182,6 +185,10 @@ def _open(folder: Path, config: Config, report: Report, round: int | None) -> _R
     report(f"{config.name}: round {state.round} of {config.federation.rounds}, on {plan.device}")
     plan.model.to(plan.device)
     global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
+    try:
+        plan.load(global_state)
+    except ValueError as error:
+        raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
     return _Run(replace(plan, clients=clients), checkpoints, state, global_state)
 
 

@@ -212,6 +212,10 @@ def summary(result: Result, console: Console) -> None:
             console.print(f"{name}: last {values[-1]:.2f}, best {max(values):.2f}{against}")
     else:
         console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
+    for alarm in result.alarms[-5:]:
+        console.print(f"alarm: {alarm}", style="yellow", soft_wrap=True)
+    if len(result.alarms) > 5:
+        console.print(f"alarm: {len(result.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
     console.print(f"time: {duration(result.seconds)}")
     console.print(f"run folder: {result.folder}", soft_wrap=True)
     # The environment's own command if it is not on the path, as after `make` without activating .venv.

@@ -114,7 +114,7 @@ def test_state_is_plain_json(tmp_path: Path) -> None:
     save_round(Checkpoints(tmp_path), 1)
     manifest = json.loads((tmp_path / "checkpoints" / "round_00001" / "state.json").read_text())
     assert manifest["round"] == 1
-    assert manifest["files"]["global.safetensors"]["bytes"] > 0
+    assert manifest["clients"]["0"]["bytes"] > 0
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

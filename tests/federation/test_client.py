@@ -2,13 +2,21 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import data_for, make_data, make_model, train
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, _StayOnDevice, resolve_precision
+from fedx_pl.federation.client import (
+    INITIAL_SCALE,
+    ClientMemory,
+    LocalTrainer,
+    RoundContext,
+    _StayOnDevice,
+    resolve_precision,
+)
 from fedx_pl.federation.plan import resolve_device
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.mixins import FedXMixin, wrap
@@ -135,16 +143,20 @@ def test_precision_auto_is_full_on_a_cpu() -> None:
         resolve_precision("16-mixed", torch.device("cpu"))
 
 
-def test_the_loss_scale_is_carried_over_from_fit_to_fit() -> None:
-    """A fresh GradScaler starts at 65536 and skips the first steps of every fit."""
+def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
+    """A fresh GradScaler would skip the first steps of every fit. It is the client's own, so that neither the order of
+    clients nor the process they train in shows, and a run that goes on has it again."""
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, torch.device("cpu"), "16-mixed")
-    (plugin,) = trainer._plugins
     context = RoundContext(1, 10, 1, 0, model.shared_state(), "average")
-    trainer.run(context, 0, data_for(model, images=8), None)
-    plugin.scaler.update(1024.0)
-    trainer.run(context, 1, data_for(model, images=8), None)
-    assert plugin.scaler.get_scale() == 1024.0
+    first = trainer.run(context, 0, data_for(model, images=8), None)
+    assert first.memory.private["scale/scale"] == INITIAL_SCALE
+    private = first.memory.private | {"scale/scale": torch.tensor(1024.0)}
+    context = replace(context, round=2)
+    later = trainer.run(context, 0, data_for(model, images=8), replace(first.memory, private=private))
+    assert later.memory.private["scale/scale"] == 1024.0
+    newcomer = trainer.run(context, 1, data_for(model, images=8), None)
+    assert newcomer.memory.private["scale/scale"] == INITIAL_SCALE
 
 
 def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:

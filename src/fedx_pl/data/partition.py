@@ -87,6 +87,7 @@ def make(
                 f"type federation.clients={len(split)}"
             )
         return split
+    _check_clients(clients, num_images)
     if options.kind == "iid":
         return iid(num_images, clients, seed)
     if options.kind == "quantity":

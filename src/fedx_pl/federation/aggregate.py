@@ -90,6 +90,7 @@ class Aggregator:
         """The new state in the dtypes of the reference; integer buffers (BatchNorm's step counter) are rounded."""
         if not self.num_clients:
             raise ValueError("no update was added")
+        self.remarks = {}
         return self._combine()
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:

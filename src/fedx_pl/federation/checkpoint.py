@@ -1,7 +1,8 @@
 """What a run leaves on disk so that it can go on.
 
     RUN/checkpoints/round_00012/global.safetensors     the global state after round 12
-    RUN/checkpoints/round_00012/state.json             metrics so far, every client's counters, sizes and checksums
+    RUN/checkpoints/round_00012/state.json             metrics so far, every client's counters and checksums
+    RUN/checkpoints/round_00012/SHA256SUMS             of the two, as `sha256sum --check` reads it
     RUN/checkpoints/best/                              the same two files of the round with the best accuracy so far
     RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
 
@@ -21,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.files import sync_folder, write_atomically
 from fedx_pl.methods.base import State
+
+
+# What reading a file may raise that is damaged, or made by a stranger.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class ClientRecord:
     epochs: int
     sha256: str  # of its file; empty if the client keeps nothing
     images: int = 0  # that it owns
+    bytes: int = 0  # of its file
 
 
 @dataclass
@@ -51,6 +58,7 @@ class RunState:
     seconds: float = 0.0
     strikes: dict[int, int] = field(default_factory=dict)  # bad updates in a row, by client
     events: dict[str, int] = field(default_factory=dict)  # TensorBoard's files and how long they were
+    alarms: list[str] = field(default_factory=list)  # what went wrong, with the round
 
     @property
     def best(self) -> int:
@@ -77,12 +85,12 @@ class Checkpoints:
 
     def save_client(self, update: Update) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""
-        memory, checksum = update.memory, ""
+        memory, content = update.memory, b""
         if memory.private:
             content = save(contiguous(memory.private))
             write_atomically(self._client_file(update.client, memory.last_round), content)
-            checksum = _checksum(content)["sha256"]
-        return ClientRecord(memory.last_round, memory.steps, memory.epochs, checksum, update.num_images)
+        checksum = _checksum(content) if content else ""
+        return ClientRecord(memory.last_round, memory.steps, memory.epochs, checksum, update.num_images, len(content))
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
         """Finds a client's memory again; None if it never trained."""
@@ -92,20 +100,25 @@ class Checkpoints:
         if record.sha256:
             file = self._client_file(client, record.last_round)
             content = file.read_bytes() if file.exists() else b""
-            if _checksum(content)["sha256"] != record.sha256:
-                raise UserError(f"{file} is missing or damaged, and client {client} cannot go on without it")
+            if _checksum(content) != record.sha256:
+                rounds = [folder for folder in self._committed() if int(folder.name[-5:]) >= record.last_round]
+                raise UserError(
+                    f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
+                    f"before it, remove {', '.join(map(str, rounds))} and type the same command"
+                )
             private = load(content)
         return ClientMemory(private, record.last_round, record.steps, record.epochs)
 
     def commit(self, state: RunState, global_state: State) -> None:
         """Makes a round permanent, then clears what it replaces."""
         weights = save(contiguous(global_state))
-        manifest = asdict(state) | {"files": {"global.safetensors": _checksum(weights)}, "format": 1}
+        files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
+        sums = "".join(f"{_checksum(content)}  {name}\n" for name, content in files.items())
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        write_atomically(temporary / "global.safetensors", weights)
-        write_atomically(temporary / "state.json", json.dumps(manifest, indent=1).encode())
+        for name, content in (files | {"SHA256SUMS": sums.encode()}).items():
+            write_atomically(temporary / name, content)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         sync_folder(self._rounds)
@@ -113,13 +126,21 @@ class Checkpoints:
             self._keep_as_best(folder)
         self._clear()
 
-    def latest(self) -> tuple[RunState, State] | None:
-        """The newest committed round, or None for a new run."""
+    def latest(self, *, mend: bool = True) -> tuple[RunState, State] | None:
+        """The newest committed round that is whole, or None for a new run.
+
+        Args:
+            mend: put damaged ones aside; not in somebody else's run.
+        """
         for folder in reversed(self._committed()):
             try:
-                return self._read(folder)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                found = self._read(folder)
+                self._require_clients(found[0])
+                return found
+            except DAMAGED as error:
                 warnings.warn(f"{folder} is damaged ({error}); going on from the round before", stacklevel=2)
+                if not mend:
+                    continue
                 # Out of the way, for people to look at: the round will be written again.
                 shutil.rmtree(aside := folder.with_name(f"damaged_{folder.name}"), ignore_errors=True)
                 folder.rename(aside)
@@ -132,7 +153,7 @@ class Checkpoints:
             if not folder.exists() and (found := self._read(self._rounds / "best"))[0].round == round:
                 return found
             return self._read(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DAMAGED as error:
             kept = ", ".join(str(int(folder.name.removeprefix("round_"))) for folder in self._committed())
             raise UserError(
                 f"there is no checkpoint of round {round} ({error}); there are: {kept or 'none'}. "
@@ -140,17 +161,25 @@ class Checkpoints:
             ) from error
 
     def _read(self, folder: Path) -> tuple[RunState, State]:
-        manifest = json.loads((folder / "state.json").read_text())
-        weights = (folder / "global.safetensors").read_bytes()
-        if _checksum(weights) != manifest["files"]["global.safetensors"]:
-            raise ValueError("global.safetensors does not match its checksum")
+        files = {name: (folder / name).read_bytes() for name in ("global.safetensors", "state.json")}
+        sums = "".join(f"{_checksum(content)}  {name}\n" for name, content in files.items())
+        if sums.encode() != (folder / "SHA256SUMS").read_bytes():
+            raise ValueError("its files do not match SHA256SUMS")
+        manifest = json.loads(files["state.json"])
         clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
         strikes = {int(client): count for client, count in manifest.get("strikes", {}).items()}  # Not in older runs.
         state = RunState(
             manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"], strikes,
-            manifest.get("events", {}),
+            manifest.get("events", {}), manifest.get("alarms", []),
         )  # fmt: skip
-        return state, load(weights)
+        return state, load(files["global.safetensors"])
+
+    def _require_clients(self, state: RunState) -> None:
+        """Private states are there and as long as they were; their checksums are looked at when they are read."""
+        for client, record in state.clients.items():
+            file = self._client_file(client, record.last_round)
+            if record.sha256 and (not file.exists() or file.stat().st_size != record.bytes):
+                raise ValueError(f"{file.name} is missing or cut off")
 
     def _keep_as_best(self, folder: Path) -> None:
         """Links, not copies: the weights are on the disk once."""
@@ -188,5 +217,5 @@ def contiguous(state: Mapping[str, torch.Tensor]) -> State:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
-def _checksum(content: bytes) -> dict[str, Any]:
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -21,6 +21,8 @@ from fedx_pl.federation.regularizers import Regularizer, join, split
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
+INITIAL_SCALE = 2.0**13  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
+
 
 @dataclass(frozen=True)
 class RoundContext:
@@ -93,11 +95,9 @@ class LocalTrainer:
         self.tick = tick
         self.regularizer = regularizer or Regularizer()
         self.privacy, self.secret_noise = privacy or PrivacyOptions(), secret_noise
-        # One plugin for all fits carries the loss scale over: a fresh scaler would skip the first steps of every fit.
-        scaled = precision == "16-mixed"
-        self._plugins: list[Any] = (
-            [MixedPrecision("16-mixed", device.type, torch.amp.GradScaler(device.type))] if scaled else []
-        )
+        # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
+        self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if precision == "16-mixed" else None
+        self._plugins: list[Any] = [MixedPrecision("16-mixed", device.type, self.scaler)] if self.scaler else []
 
     def run(self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None) -> Update:
         """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
@@ -141,6 +141,10 @@ class LocalTrainer:
         if memory is not None and context.batchnorm == "local":
             copy_state(batchnorm_statistics(self.model), _under(_BATCHNORM, kept))
         self.regularizer.start(self.model, server, _under(_REGULARIZER, kept))
+        if self.scaler is not None:
+            scale = {name: tensor.item() for name, tensor in _under(_SCALE, kept).items()}
+            fresh = {"scale": INITIAL_SCALE, "_growth_tracker": 0}
+            self.scaler.load_state_dict(self.scaler.state_dict() | fresh | scale)
 
     def _update(self, context: RoundContext, client: int, data: ClientData, before: ClientMemory) -> Update:
         private = self.model.private_state()
@@ -151,6 +155,10 @@ class LocalTrainer:
         private |= {_REGULARIZER + name: tensor for name, tensor in kept.items()}
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
         shared, told = protect(self.model.shared_state(), split(context.global_state)[0], self.privacy, seed)
+        if self.scaler is not None:
+            state = self.scaler.state_dict()
+            private |= {_SCALE + name: torch.tensor(state[name]) for name in ("scale", "_growth_tracker")}
+            told["loss_scale"] = state["scale"]
         losses = self.model.loss_history()
         return Update(
             client,
@@ -172,12 +180,15 @@ class LocalTrainer:
 # Mark what a client keeps beside the method's private state.
 _BATCHNORM = "batchnorm/"  # statistics, under `federation.batchnorm=local`
 _REGULARIZER = "regularizer/"
+_SCALE = "scale/"  # of the loss, in half precision
 
 
 def _under(mark: str, kept: State) -> State:
     """What was kept under a mark, by its plain name; without a mark, the method's own."""
     if not mark:
-        return {name: tensor for name, tensor in kept.items() if not name.startswith((_BATCHNORM, _REGULARIZER))}
+        return {
+            name: tensor for name, tensor in kept.items() if not name.startswith((_BATCHNORM, _REGULARIZER, _SCALE))
+        }
     return {name.removeprefix(mark): tensor for name, tensor in kept.items() if name.startswith(mark)}
 
 

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors.torch import save
 
-from fedx_pl.config import Config, flat, load
-from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, engines, regularizers
 from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.federation.alarms import Alarm, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.engines import Engine, Lost, Watcher
 from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
-from fedx_pl.files import lock, write_atomically
+from fedx_pl.federation.run_folder import open_run
+from fedx_pl.files import write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.reporting.tensorboard import RunWriter
 
@@ -58,6 +58,7 @@ class Result:
     rows: list[dict[str, Any]]
     untrained: dict[str, float]
     seconds: float
+    alarms: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Orchestrator:
         self.folder = plan.config.run_folder
         self.checkpoints = Checkpoints(self.folder, plan.config.run.keep)
         self.pending = Pending(self.folder)
-        self.state, global_state = self._open()
+        self._lock, (self.state, global_state) = open_run(plan, self.checkpoints, display.note)
         self.global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
         self._away: list[int] = []
 
@@ -127,11 +128,13 @@ class Orchestrator:
                 trained = time.perf_counter() - started
                 row = self._row(round, found, trained)
                 row["round_seconds"] = time.perf_counter() - started
-                self._log(writer, row, found.updates)
-                self._commit(row, found, writer.lengths())
+                alarms = look(config.health, row, found.updates, engine.name_of)
+                self._log(writer, row, found.updates, alarms)
+                self._commit(row, found, writer.lengths(), alarms)
                 self.display.row(row)
+                self._raise(round, alarms)
             self._finish()
-        return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds)
+        return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds, self.state.alarms)
 
     def _collect(self, engine: Engine, context: RoundContext, chosen: Sequence[int]) -> Collected:
         """The round's updates: those of clients that had finished when the run was cut off, then the others'."""
@@ -175,49 +178,7 @@ class Orchestrator:
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[RunState, State]:
-        config, file = self.plan.config, self.folder / "config.yaml"
-        if file.exists():
-            if config.run.resume == "never":
-                raise UserError(
-                    f"{self.folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it"
-                )
-            _refuse_other(load(file), config, self.folder)
-            self._refuse_other_images()
-        elif self.folder.is_dir() and any(not item.name.startswith(".") for item in self.folder.iterdir()):
-            raise UserError(f"run.dir={self.folder} is not empty and holds no run; type run.dir=ANOTHER")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.folder)
-            write_atomically(file, config.to_yaml().encode())
-        except OSError as error:
-            raise UserError(f"cannot write to {self.folder} ({error}); type run.dir=ANOTHER") from error
-        if self.plan.clients:  # Real sites keep to themselves which images they own.
-            partition.save(
-                self.folder / "split.json", self.plan.clients, fingerprint=self.plan.data.fingerprint,
-                options=config.content()["partition"],
-            )  # fmt: skip
-        found = self.checkpoints.latest()
-        if found is None:
-            return RunState(), self.plan.first_state()
-        self.display.note(f"going on after round {found[0].round} of {config.federation.rounds}, from {self.folder}")
-        return found
-
-    def _refuse_other_images(self) -> None:
-        """The keys may be the same and the images others: a folder that has grown, an edited split file."""
-        plan, file = self.plan, self.folder / "split.json"
-        if not file.exists():
-            return
-        try:
-            before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
-        except UserError:  # It speaks of `partition.file`, which the user did not give here.
-            before = []
-        if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):
-            raise UserError(
-                f"{self.folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
-            )
-
-    def _commit(self, row: dict[str, Any], found: Collected, events: dict[str, int]) -> None:
+    def _commit(self, row: dict[str, Any], found: Collected, events: dict[str, int], alarms: list[Alarm]) -> None:
         # In a row: a good update clears them; who was lost or not asked keeps them.
         strikes = {client: count for client, count in self.state.strikes.items() if client not in found.records}
         strikes |= {client: strikes.get(client, 0) + 1 for client in found.bad}
@@ -229,6 +190,7 @@ class Orchestrator:
             self.state.seconds + row["round_seconds"],
             strikes,
             events,
+            [*self.state.alarms, *(f"round {row['round']}: {alarm.text}" for alarm in alarms)],
         )
         self.checkpoints.commit(self.state, self.global_state)
         self.pending.clear()
@@ -255,6 +217,16 @@ class Orchestrator:
             from fedx_pl.reporting import plots  # Here: matplotlib would slow every start down.
 
             plots.curves(self.state.rows, self.state.untrained).savefig(self.folder / "accuracy.png")
+
+    def _raise(self, round: int, alarms: list[Alarm]) -> None:
+        """Shows what is wrong, and stops if the user wants it so; the round is saved."""
+        for alarm in alarms:
+            self.display.note(f"round {round}: {alarm.text}")
+        if self.plan.config.health.on_collapse == "stop" and any(alarm.collapse for alarm in alarms):
+            raise UserError(
+                f"stopped after round {round}: the encoder has collapsed (on_collapse=stop); the run is saved in "
+                f"{self.folder}, and on_collapse=warn goes on"
+            )
 
     # --- measuring and logging ----------------------------------------------------------------------------------------
 
@@ -296,8 +268,10 @@ class Orchestrator:
         row |= {"epsilon": plan.epsilon_after(round)} if plan.config.privacy.noise else {}
         return row
 
-    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update]) -> None:
+    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update], alarms: list[Alarm]) -> None:
         round = row["round"]
+        for number, alarm in enumerate(alarms):
+            writer.text(f"alarms/{number}" if number else "alarms", alarm.text, round)
         self._log_evaluation(writer, round, row)
         scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss_")}
         scalars["loss/total"] = row["loss"]
@@ -339,13 +313,3 @@ def class_counts(plan: Plan) -> tuple[np.ndarray, list[str]]:
     names = [*plan.data.classes, "unlabelled"]
     counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in plan.clients])
     return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
-
-
-def _refuse_other(old: Config, new: Config, folder: Path) -> None:
-    before, after = flat(old.content()), flat(new.content())
-    differing = [key for key in before | after if before.get(key) != after.get(key)]
-    if differing:
-        first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
-        raise UserError(
-            f"{folder} holds a run of another config ({first}); type run.dir=ANOTHER, or use the same values"
-        )

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import load, save
 
-from fedx_pl.federation.checkpoint import ClientRecord, contiguous
+from fedx_pl.federation.checkpoint import DAMAGED, ClientRecord, contiguous
 from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.files import write_atomically
 
@@ -70,7 +70,7 @@ class Pending:
             try:
                 if line["round"] == round:
                     yield self._read(line)
-            except (OSError, ValueError, KeyError, TypeError):
+            except DAMAGED:
                 continue  # Torn by a power loss: this client trains again.
 
     def clear(self) -> None:

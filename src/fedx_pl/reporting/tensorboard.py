@@ -126,9 +126,9 @@ class RunWriter:
 
         self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std), 0, dataformats="HWC")
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, round: int = 0) -> None:
         """Markdown, for example the resolved configuration."""
-        self._writer.add_text(tag, text, 0)
+        self._writer.add_text(tag, text, round)
 
     def close(self) -> None:
         """Write what is pending and close the file; twice does no harm."""

@@ -294,7 +294,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
             if row["round"] == self.last:
                 raise KeyboardInterrupt
 
-    interrupted = max(int(path.name.removeprefix("round_")) for path in (folder / "checkpoints").iterdir())
+    interrupted = max(int(path.name.removeprefix("round_")) for path in (folder / "checkpoints").glob("round_*"))
     newest = []
     for place in (folder, tmp_path / "serial"):
         with pytest.raises(KeyboardInterrupt):

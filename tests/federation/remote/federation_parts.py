@@ -116,7 +116,7 @@ class Process:
         """So far."""
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text: str, *, seconds: float = 90) -> None:
+    def wait_for(self, text: str, *, seconds: float = 300) -> None:
         """Until it has said something."""
         give_up = time.monotonic() + seconds
         while text not in self.output:
@@ -124,7 +124,7 @@ class Process:
             assert time.monotonic() < give_up, f"has not said {text!r} in {seconds} s:\n{self.output}"
             time.sleep(0.02)
 
-    def wait(self, *, seconds: float = 120) -> int:
+    def wait(self, *, seconds: float = 300) -> int:
         """Until it ends; its exit code."""
         try:
             return self._process.wait(timeout=seconds)

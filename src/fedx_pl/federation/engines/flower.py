@@ -219,7 +219,8 @@ class FlowerEngine(Engine):
             state = {name: tensor.to(self.plan.device) for name, tensor in reply.content.tensors.items()}
             metrics = wire.numbers(meta, "metrics")
             asked = () if one.content.meta["health"] else ("rankme", "uniformity", "alignment")
-            if own := [name for name in metrics if name in (*_OWN, *asked) or name.startswith(_OWN_KINDS)]:
+            own = [name for name in metrics if name in (*_OWN, *asked) or name.startswith(_OWN_KINDS)]
+            if own and own != ["loss_scale"]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)

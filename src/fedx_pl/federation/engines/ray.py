@@ -110,16 +110,19 @@ class RayEngine(Engine):
             )  # fmt: skip
             return sizes
         try:
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "/" not in host:
+                socket.create_connection((host, int(port)), timeout=10).close()  # Ray would try again for minutes.
             ray.init(address=address or None, ignore_reinit_error=True, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             instead = "`ray start --head` starts a cluster; without engine.address this machine is used"
             raise UserError(f"engine.address={address}: {error}\n{instead}") from error
         has = ray.cluster_resources()
-        sizes = Sizes.of(plan.config, int(has.get("CPU", 0)), int(has.get("GPU", 0)), plan.clients_per_round)
-        require(
-            "engine.workers", sizes.workers, sizes.workers <= has.get("CPU", 0), "at most one per CPU of the cluster"
-        )
-        self.watcher.note(f"{sizes.workers} workers of {sizes} on a cluster of {len(ray.nodes())} machines")
+        cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        sizes = Sizes.of(plan.config, cores, gpus, plan.clients_per_round)
+        instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
+        require("engine.workers", sizes.workers, sizes.workers <= cores, instead)
+        self.watcher.note(f"{sizes.workers} workers of {sizes} on a cluster with {cores} CPUs and {gpus} GPUs")
         return sizes
 
     def _seat(self, name: str, deaths: int = 0) -> _Seat:

@@ -27,6 +27,7 @@ from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.remote import keys, site, wire
 from fedx_pl.federation.remote.link import Link, quiet_flower
 from fedx_pl.files import lock
+from fedx_pl.stopping import stopped_by_signals
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
@@ -70,14 +71,14 @@ def server(options: argparse.Namespace) -> None:
             engine.book.expect(sorted(known.sites))
         return engine
 
-    with terminal.Terminal(console, config.federation.rounds) as display:
+    with stopped_by_signals(), terminal.Terminal(console, config.federation.rounds) as display:
         result = Orchestrator(plan, display, make_engine).run()
     terminal.summary(result, console)
 
 
 def client(options: argparse.Namespace) -> None:
     """A site: takes part until it is stopped."""
-    own = [word for word in options.overrides if word.startswith(("run.", "data."))]
+    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
             f"{other[0]} is the coordinator's to set; a site has run.* and data.* keys, e.g. run.device=cpu"
@@ -163,11 +164,9 @@ def _serve(
                 say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
             silent = True
         except Refused as error:
-            if not refused:
-                say(f"the coordinator at {address} does not let this site in ({wire.plain(error)}); trying again")
-            refused = refused or time.monotonic()
             if isinstance(error, WrongCertificate):
                 raise UserError(f"{address} is not the coordinator of this site's keys: {error}") from error
+            refused = refused or time.monotonic()
             if time.monotonic() > refused + PATIENCE_SECONDS:
                 raise UserError(
                     f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "

@@ -28,6 +28,7 @@ from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation import plan as planning
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.wire import BadMessage, Content
 from fedx_pl.files import write_atomically
@@ -116,8 +117,18 @@ class Site:
         if "${" in json.dumps(tree):  # OmegaConf would fill in what is asked for, e.g. environment variables.
             raise BadMessage("a configuration with references")
         told = configuration.from_tree(tree, "the coordinator's configuration")
+        self._require_privacy(told.privacy)
         data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
         return replace(told, data=replace(self.own.data, **data), run=self.own.run)
+
+    def _require_privacy(self, told: PrivacyOptions) -> None:
+        """The coordinator may ask for more protection than this site wants, but not for less."""
+        own = self.own.privacy
+        if (own.clip and not 0 < told.clip <= own.clip) or told.noise < own.noise:
+            raise UserError(
+                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more protection, the "
+                f"coordinator has privacy.clip={told.clip:g} privacy.noise={told.noise:g}"
+            )
 
     def _train(self, content: Content) -> Content:
         meta = content.meta

@@ -1,0 +1,134 @@
+"""Part ``engines``: clients on two workers of Ray against clients one after the other in this process."""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import Lap, best, interleave
+from benchmarks.overhead import _NOTHING
+from benchmarks.report import Part, Row
+from benchmarks.rounds import Setting, Silent, backbone, images_of, variant
+from fedx_pl.errors import UserError
+from fedx_pl.federation.aggregate import FedAvg
+from fedx_pl.federation.client import RoundContext
+from fedx_pl.federation.engines import Engine, Lost
+from fedx_pl.federation.engines.ray import RayEngine, import_ray, usable_cores
+from fedx_pl.federation.engines.serial import SerialEngine
+from fedx_pl.federation.plan import Plan
+
+WORKERS = 2
+
+
+@dataclass
+class Speaking(Silent):
+    """Ray's announcements are no reason to stop."""
+
+    setting: Setting | None = None
+
+    def note(self, text: str) -> None:
+        """Passes it on."""
+        if self.setting:
+            self.setting.say(text)
+
+
+def measure(setting: Setting) -> Part:
+    """Images per second, what a client costs besides its training, and memory."""
+    part = Part()
+    try:
+        import_ray(local=True)
+    except UserError as error:
+        part.notes.append(str(error))
+        return part
+    threads = torch.get_num_threads()
+    try:
+        _training(setting, part)
+        _overhead(setting, part)
+    finally:
+        torch.set_num_threads(threads)
+    return part
+
+
+def _training(setting: Setting, part: Part) -> None:
+    """FedX on SimCLR as in the cpu profile, but with the paper's ten clients: five divide badly by two."""
+    size = [f"data.limit={setting.few(5000, 320)}", f"federation.clients={setting.few(10, 4)}", "federation.epochs=1"]
+    plan = _plan(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
+    cores, images = usable_cores(), images_of(plan)
+    serial, started = SerialEngine(plan, Silent()), time.perf_counter()
+    with closing(RayEngine(plan, Speaking(setting=setting))) as ray:
+        _round(ray, plan, threads=1)  # Waits for the workers.
+        part.facts["seconds to the end of a first round, with the start of Ray"] = time.perf_counter() - started
+        names = f"Ray, {WORKERS} workers x {ray.sizes.threads}", f"serial, {cores} threads", "serial, 1 thread"
+        times = interleave(
+            {
+                names[0]: lambda: Lap(images, _round(ray, plan, threads=1)),
+                names[1]: lambda: Lap(images, _round(serial, plan, threads=cores)),
+                names[2]: lambda: Lap(images, _round(serial, plan, threads=1)),
+            },
+            setting.repeats,
+            device=setting.device,
+            say=setting.say,
+        )
+        held = ray.ray.get([seat.actor.__ray_call__.remote(_memory) for seat in ray._seats])
+    part.times |= times
+    ours, all_cores, one = (best(times)[name] for name in names)
+    part.rows += [
+        Row("Ray against serial", all_cores / ours),
+        Row("Ray against serial on one thread", one / ours),
+        Row("Ray: memory per worker", max(worker["Pss"] for worker in held), "MB"),
+    ]
+    part.facts["memory of each worker, MB"] = held
+    part.contenders = [{"contender": name, "images/s": 1 / value} for name, value in best(times).items()]
+
+
+def _overhead(setting: Setting, part: Part) -> None:
+    """Many clients whose training costs nothing: the wall time of each, with the two workers side by side."""
+    clients = setting.few(100, 8)
+    plan = _plan(
+        setting, "method=benchmarks.methods:EmptySimCLR", *_NOTHING, *backbone("thin"), f"data.limit={2 * clients}",
+        f"federation.clients={clients}",
+    )  # fmt: skip
+    serial = SerialEngine(plan, Silent())
+    with closing(RayEngine(plan, Speaking(setting=setting))) as ray:
+        _round(ray, plan, threads=1)
+        contenders: dict[str, Engine] = {"Ray, empty clients": ray, "serial, empty clients": serial}
+        times = interleave(
+            {
+                name: lambda engine=engine: Lap(clients, _round(engine, plan, threads=1))  # type: ignore[misc]
+                for name, engine in contenders.items()
+            },
+            setting.repeats,
+            say=setting.say,
+        )
+    part.times |= times
+    ours, alone = best(times).values()
+    part.rows.append(Row("Ray: overhead per client", 1e3 * ours, "ms"))
+    part.notes.append(f"overhead per client in one process, for comparison: {1e3 * alone:.1f} ms")
+
+
+def _plan(setting: Setting, *overrides: str) -> Plan:
+    share = ["engine.gpus_per_worker=0.5"] if setting.device.type == "cuda" else []
+    return setting.plan(*overrides, f"engine.workers={WORKERS}", *share)
+
+
+def _round(engine: Engine, plan: Plan, threads: int) -> float:
+    """Seconds of one round's training and averaging."""
+    torch.set_num_threads(threads)
+    config, state = plan.config, {name: tensor.to(plan.device) for name, tensor in plan.first_state().items()}
+    context = RoundContext(1, 1, config.federation.epochs, config.seed, state, config.federation.batchnorm)
+    started, average = time.perf_counter(), FedAvg(state)
+    for update in engine.run(context, range(len(plan.clients)), lambda client: None):
+        if isinstance(update, Lost):
+            raise RuntimeError(update.reason)  # It would make the times meaningless.
+        average.add(update.state, update.num_images)
+    average.result()
+    return time.perf_counter() - started
+
+
+def _memory(_: object) -> dict[str, float]:
+    """MB of the process that runs this: all that is mapped (Rss), or a fair share of what others map too (Pss)."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    fields = (line.split() for line in lines)
+    return {name.rstrip(":"): float(kb) / 1e3 for name, kb, *_ in fields if name in ("Rss:", "Pss:")}

@@ -1,0 +1,115 @@
+"""Opening a run folder: a new one, one to go on with, or one that is refused."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from fedx_pl.config import Config, flat, load
+from fedx_pl.data import partition
+from fedx_pl.errors import UserError
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.plan import Plan
+from fedx_pl.files import lock, write_atomically
+from fedx_pl.methods.base import State
+
+
+def open_run(
+    plan: Plan, checkpoints: Checkpoints, note: Callable[[str], None]
+) -> tuple[IO[str], tuple[RunState, State]]:
+    """Makes a plan's folder ready to write to.
+
+    Args:
+        plan: of the run.
+        checkpoints: of its folder.
+        note: takes what the user should know.
+
+    Returns:
+        The lock, which keeps others out until it is closed; how far the run is, and its weights.
+
+    Raises:
+        UserError: it holds another run, another process is in it, or there is no room.
+    """
+    config, folder = plan.config, plan.config.run_folder
+    file = folder / "config.yaml"
+    if file.exists():
+        if config.run.resume == "never":
+            raise UserError(f"{folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it")
+        _refuse_other(load(file, trusted=config.method.name), config, folder)
+        _refuse_other_images(plan, folder)
+    elif folder.is_dir() and any(not item.name.startswith(".") for item in folder.iterdir()):
+        raise UserError(f"run.dir={folder} is not empty and holds no run; type run.dir=ANOTHER")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = lock(folder)
+        write_atomically(file, config.to_yaml().encode())
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error}); type run.dir=ANOTHER") from error
+    if plan.clients:  # Real sites keep to themselves which images they own.
+        split, options = folder / "split.json", config.content()["partition"]
+        partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
+    _require_space(plan, folder)
+    found = checkpoints.latest()
+    if found is None:
+        return held, (RunState(), _first_state(plan, note))
+    note(f"going on after round {found[0].round} of {config.federation.rounds}, from {folder}")
+    return held, found
+
+
+def _first_state(plan: Plan, note: Callable[[str], None]) -> State:
+    """Freshly made weights, or those of the run that this one forks."""
+    first, fork = plan.first_state(), plan.config.fork
+    if not fork:
+        return first
+    found = Checkpoints(Path(fork)).latest(mend=False)
+    if found is None:
+        raise UserError(f"fork={fork} holds no checkpoint; it must be the folder of a run")
+    shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (first, found[1])]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"fork={fork} has another network or method; its weights do not fit")
+    note(f"starting from the weights of round {found[0].round} of {fork}")
+    return found[1]
+
+
+def _require_space(plan: Plan, folder: Path) -> None:
+    """Better no run than one that ends in its last hour."""
+    weights, private = (
+        sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        for state in (plan.first_state(), plan.model.kept_tensors())
+    )
+    # Kept rounds, the best and the one being written; pending updates; two private states of each client; the rest.
+    clients = len(plan.clients)
+    needed = weights * (plan.config.run.keep + 2 + plan.clients_per_round) + 2 * private * clients + 50e6
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise UserError(
+            f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "
+            f"or type run.root=ANOTHER"
+        )
+
+
+def _refuse_other_images(plan: Plan, folder: Path) -> None:
+    """The keys may be the same and the images others: a folder that has grown, an edited split file."""
+    file = folder / "split.json"
+    if not file.exists():
+        return
+    try:
+        before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+    except UserError:  # It speaks of `partition.file`, which the user did not give here.
+        before = []
+    if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):
+        raise UserError(
+            f"{folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
+        )
+
+
+def _refuse_other(old: Config, new: Config, folder: Path) -> None:
+    before, after = flat(old.content()), flat(new.content())
+    differing = [key for key in before | after if before.get(key) != after.get(key)]
+    if differing:
+        first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
+        raise UserError(
+            f"{folder} holds a run of another config ({first}); type run.dir=ANOTHER, use the same values, or start a "
+            f"new run from its weights: run.dir=ANOTHER --fork {folder}"
+        )

@@ -1,0 +1,199 @@
+"""Nonsense of every kind: a clean error or a sound result, never a traceback, never a wrong file taken for a good one.
+
+FEDX_FUZZ=20000 pytest tests/test_fuzz.py      # cases of each test; CI tries fewer
+"""
+
+import os
+import shutil
+import string
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fedx_pl import config as configuration
+from fedx_pl.config import Config, compose
+from fedx_pl.data import partition
+from fedx_pl.data.partition import KINDS, PartitionOptions
+from fedx_pl.errors import UserError
+from fedx_pl.federation.aggregate import FedAvg
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
+from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.federation.pending import Pending
+
+CASES = int(os.environ.get("FEDX_FUZZ", "300"))
+fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+KEYS = [key for key, _, _ in configuration.all_keys()]
+VALUES = st.one_of(
+    st.integers().map(str), st.floats().map(str), st.booleans().map(str), st.text(max_size=30),
+    st.text(string.printable, max_size=20), st.sampled_from(["", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999",
+    "-0", "0x10", "${seed}", "${oc.env:HOME}", "???", "!!python/object/apply:os.system [true]", "*a", "&a b"]),
+    st.lists(st.one_of(st.integers(), st.floats(), st.text(max_size=5)), max_size=4).map(str),
+)  # fmt: skip
+
+
+@fuzz
+@given(st.lists(st.tuples(st.sampled_from(KEYS) | st.text(max_size=20), VALUES), min_size=1, max_size=3))
+@example([("optim.lr", "${oc.env:HOME}")])
+def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(words: list[tuple[str, str]]) -> None:
+    overrides = [f"{key}={value}" for key, value in words]
+    if any(word.startswith(("method=", "method.name=")) for word in overrides):
+        return  # A method by its own name is code, which the user asks for.
+    try:
+        config = compose(overrides)
+    except UserError:
+        return
+    assert isinstance(config, Config)
+    assert config.run_name
+    again = configuration.from_tree(yaml.safe_load(config.to_yaml()), "what it wrote itself")
+    assert again.hash == config.hash
+
+
+@fuzz
+@given(
+    st.sampled_from(KINDS), st.integers(0, 60), st.integers(1, 6), st.integers(1, 12),
+    st.floats(1e-3, 1e3), st.integers(0, 12), st.integers(1, 7), st.integers(0, 2**40), st.booleans(),
+)  # fmt: skip
+def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
+    kind: str, images: int, classes: int, clients: int, beta: float, least: int, held: int, seed: int, labelled: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(-1, classes, images) if labelled else None
+    groups = rng.integers(0, 4, images)
+    try:
+        options = PartitionOptions(kind=kind, beta=beta, classes=held, min_size=least)
+        found = partition.make(options, labels, groups, images, clients, seed)
+    except UserError:
+        return
+    assert len(found) == clients
+    dealt = np.concatenate(found)
+    assert len(np.unique(dealt)) == len(dealt)
+    assert ((dealt >= 0) & (dealt < images)).all()
+    assert all(len(rows) > 0 for rows in found)
+
+
+@fuzz
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(-30, 30))
+def test_an_average_does_not_depend_on_the_order_or_grouping_of_clients(seed: int, clients: int, scale: float) -> None:
+    """The mean of groups, weighted by their images, is the mean of all; sums are float64."""
+    rng = np.random.default_rng(seed)
+    reference = {"w": torch.zeros(20), "n": torch.tensor(0)}
+    states = [
+        ({"w": torch.tensor(rng.normal(0, 2.0**scale, 20), dtype=torch.float32), "n": torch.tensor(i)}, int(n))
+        for i, n in enumerate(rng.integers(1, 5000, clients))
+    ]
+
+    def mean(order: list[int]) -> torch.Tensor:
+        average = FedAvg(reference)
+        for i in order:
+            average.add(*states[i])
+        return average.result()["w"]
+
+    straight, order = mean(list(range(clients))), rng.permutation(clients).tolist()
+    torch.testing.assert_close(mean(order), straight, rtol=2e-7, atol=0)
+    cut = int(rng.integers(0, clients)) + 1
+    groups = [group for group in (order[:cut], order[cut:]) if group]
+    average = FedAvg(reference)
+    for group in groups:
+        average.add({"w": mean(group), "n": torch.tensor(0)}, sum(states[i][1] for i in group))
+    largest = float(max(state["w"].abs().max() for state, _ in states))
+    torch.testing.assert_close(average.result()["w"], straight, rtol=1e-6, atol=1e-6 * largest)
+
+
+def damage(content: bytes, where: float, how: str, value: int) -> bytes:
+    place = min(int(where * len(content)), len(content) - 1)
+    if how == "truncate":
+        return content[:place]
+    if how == "insert":
+        return content[:place] + bytes([value]) + content[place:]
+    return content[:place] + bytes([content[place] ^ (value or 1)]) + content[place + 1 :]
+
+
+@pytest.fixture(scope="module")
+def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(folder, keep=2)
+    for number in (1, 2):
+        memory = ClientMemory({"queue": torch.full((4,), float(number))}, number, 5, 1)
+        record = checkpoints.save_client(Update(0, 10, {}, memory, torch.zeros(1, 1), ("total",), 10))
+        state = RunState(number, [{"round": number, "loss": 0.5}], {"knn_top1": 9.0}, {0: record}, 1.0)
+        checkpoints.commit(state, {"w": torch.arange(6.0) * number})
+    pending = Pending(folder)
+    for client in (0, 1):
+        update = Update(
+            client, 7, {"w": torch.ones(3) * client}, ClientMemory({}, 3, 1, 1), torch.zeros(2, 1), ("a",), 7
+        )
+        pending.save(3, update, ClientRecord(3, 1, 1, "", 7), seconds=60.0)
+    return folder
+
+
+DAMAGE = (st.floats(0, 1), st.sampled_from(["flip", "truncate", "insert"]), st.integers(0, 255))
+
+
+@fuzz
+@given(st.sampled_from(["global.safetensors", "state.json", "SHA256SUMS"]), *DAMAGE)
+def test_a_damaged_checkpoint_is_noticed(
+    two_rounds: Path, tmp_path: Path, name: str, where: float, how: str, value: int
+) -> None:
+    """The newest one is damaged: the run goes on from the one before, or from the newest if the change is harmless."""
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(two_rounds, folder)
+    file = folder / "checkpoints" / "round_00002" / name
+    before = file.read_bytes()
+    file.write_bytes(after := damage(before, where, how, value))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = Checkpoints(folder).latest()
+    assert found is not None
+    state, weights = found
+    assert torch.equal(weights["w"], torch.arange(6.0) * state.round)
+    assert state.rows == [{"round": state.round, "loss": 0.5}]
+    assert state.untrained == {"knn_top1": 9.0}
+    assert state.clients[0].last_round == state.round
+    assert state.seconds == 1.0
+    if after != before and state.round == 1:
+        assert "damaged" in str(said[0].message)
+
+
+@fuzz
+@given(st.sampled_from(["00000.safetensors", "journal.jsonl"]), *DAMAGE)
+def test_a_damaged_pending_update_is_left_out(
+    two_rounds: Path, tmp_path: Path, name: str, where: float, how: str, value: int
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(two_rounds, folder)
+    file = folder / "pending" / name
+    file.write_bytes(damage(file.read_bytes(), where, how, value))
+    for update, record in Pending(folder).load(3):
+        assert torch.equal(update.state["w"], torch.ones(3) * update.client)
+        assert (update.num_images, record.last_round, update.losses.shape) == (7, 3, (2, 1))
+
+
+@fuzz
+@given(*DAMAGE)
+def test_a_damaged_private_state_is_refused(
+    two_rounds: Path, tmp_path: Path, where: float, how: str, value: int
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(two_rounds, folder)
+    (file,) = (folder / "clients").glob("*00002.safetensors")
+    before = file.read_bytes()
+    file.write_bytes(after := damage(before, where, how, value))
+    checkpoints = Checkpoints(folder)
+    state, _ = checkpoints.read(2)
+    if after == before:
+        return
+    with pytest.raises(UserError, match="damaged"):
+        checkpoints.load_client(0, state.clients[0])
+    if len(after) != len(before):
+        with pytest.warns(UserWarning, match="missing or cut off"):
+            assert Checkpoints(folder).latest()[0].round == 1
