@@ -15,7 +15,7 @@ REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/res
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format bench report paper tensorboard clean $(RUNS) $(EXPERIMENTS)
+.PHONY: help install test test-fast lint format bench report paper tensorboard audit lock clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
@@ -60,6 +60,15 @@ format: .venv/installed-dev  ## Format the code
 
 bench: .venv/installed  ## How fast a round is: reference, bound and a rival (half an hour)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+audit: .venv/installed-dev  ## Known holes in the installed packages, where an advisory database can be reached
+	@$(INSTALL) --quiet pip-audit
+	@log=$$(mktemp); $(BIN)/pip-audit --skip-editable --progress-spinner off > $$log 2>&1; code=$$?; tail -n 20 $$log; \
+	if [ $$code -ne 0 ] && grep -qiE "connection|resolve|timed out|retries" $$log; then \
+		echo "audit: no advisory database can be reached from here, so nothing was checked"; code=0; fi; rm -f $$log; exit $$code
+
+lock: .venv/installed-dev  ## Write the installed versions to requirements.lock
+	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock
 
 clean:  ## Remove the environment and caches; data/ and runs/ stay
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

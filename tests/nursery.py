@@ -45,6 +45,7 @@ def break_at(fault: dict[str, Any]) -> None:
         if fault["how"] == "kill after":
             real(*arguments, **options)
         os.kill(os.getpid(), signal.SIGKILL)
+        return None
 
     setattr(os, fault["call"], broken)
 

@@ -1,6 +1,7 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,12 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Removes what processes that were killed left half written; only for who holds the folder's lock."""
+    for path in list(folder.rglob(".*.tmp")):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -111,7 +111,7 @@ def off(result: State, honest: State, start: State, kind: str) -> float:
 
 
 def combined(rule: str, start: State, updates: list[Update]) -> State:
-    aggregator = aggregate.make(AggregateOptions(rule), start)
+    aggregator = aggregate.make(AggregateOptions(rule, max_growth=0), start)
     for update in updates:
         aggregator.add(update.state, update.num_images, update.client)
     return aggregator.result()
@@ -258,8 +258,8 @@ def test_a_run_uses_the_rule_and_names_whom_it_caught(
     start, updates = federation("partition.kind=iid")
     bad = attacked(updates, start, "x1000")
     clients(lambda round, update: replace(update, state=bad[update.client].state))
-    display = Quiet()
-    result = run([*overrides, f"aggregate={rule}"], tmp_path / "run", display)
+    words = [*overrides, f"aggregate={rule}", "aggregate.max_growth=0"]
+    result = run(words, tmp_path / "run", display := Quiet())
     expected, found = combined(rule, start, bad), saved(result)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert result.rows[0]["clients"] == CLIENTS  # Well formed: nobody is dropped.
@@ -285,7 +285,9 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
 
     monkeypatch.setattr(SerialEngine, "run", malicious)
     loss = {
-        rule: run([*overrides, "federation.rounds=2", f"aggregate={rule}"], tmp_path / rule).rows[-1]["loss"]
+        rule: run(
+            [*overrides, "federation.rounds=2", f"aggregate={rule}", "aggregate.max_growth=0"], tmp_path / rule
+        ).rows[-1]["loss"]
         for rule in ("mean", "clip")
     }
     assert loss["mean"] > 3.3
@@ -319,8 +321,7 @@ def test_every_kind_of_bad_update_is_refused_by_name_and_the_round_completed(
         return kinds[update.client + 4 * (round - 1)][1](update) if update.client < 4 else update
 
     clients(send)
-    display = Quiet()
-    needed = [f"aggregate={rule}", "federation.min_clients=3", "federation.rounds=2"]
+    needed, display = [f"aggregate={rule}", "federation.min_clients=3", "federation.rounds=2"], Quiet()
     result = run([*overrides, *needed], tmp_path / "run", display)
     assert [row["dropped"] for row in result.rows] == [4, 4]
     for number, (reason, _) in enumerate(kinds):
@@ -400,3 +401,14 @@ def test_a_client_whose_machine_failed_gets_no_strike_and_one_that_answers_nonse
     run([*overrides, "federation.rounds=2", "aggregate.quarantine=1"], tmp_path / "run", display)
     assert (1 in asked[1]) != fault
     assert "round 1: dropped client 1: it is gone" in display.notes
+
+
+def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
+    """Weights (3, 4) have length 5. (30, 40) is ten times as long; (9, 12), three times, is just let in. BatchNorm's
+    statistics do not count."""
+    reference = {"w": torch.tensor([3.0, 4.0]), "bn.running_var": torch.ones(1)}
+    average = aggregate.make(AggregateOptions(), reference)
+    with pytest.raises(aggregate.BadUpdate, match=r"its weights are 10 times as long, aggregate.max_growth=3"):
+        average.add({"w": torch.tensor([30.0, 40.0]), "bn.running_var": torch.ones(1)}, 1)
+    average.add({"w": torch.tensor([9.0, 12.0]), "bn.running_var": torch.full((1,), 1e6)}, 1)
+    assert average.num_clients == 1

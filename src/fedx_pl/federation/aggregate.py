@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import State
 
 MAX_IMAGES = 10_000_000
+STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first round.
 
 
 class BadUpdate(Exception):
@@ -29,6 +31,9 @@ class AggregateOptions:
     clip: float = field(default=2.0, metadata={"help": "clip: largest norm of an update, in median norms of the round"})
     trim: float = field(default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"})
     byzantine: int = field(default=1, metadata={"help": "krum: f, how many clients of a round may be bad"})
+    max_growth: float = field(
+        default=3.0, metadata={"help": "mean: an update whose weights are this many times as long is refused; 0: any"}
+    )
     max_images: int = field(default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"})
     quarantine: int = field(
         default=3, metadata={"help": "bad updates in a row after which a client is not asked again; 0: always ask"}
@@ -40,6 +45,8 @@ class AggregateOptions:
         require("aggregate.clip", self.clip, 0 < self.clip < float("inf"), "aggregate.clip=2")
         require("aggregate.trim", self.trim, 0 <= self.trim < 0.5, "a share in [0, 0.5), e.g. aggregate.trim=0.1")
         require("aggregate.byzantine", self.byzantine, self.byzantine >= 0, "aggregate.byzantine=1")
+        bound = self.max_growth == 0 or self.max_growth > 1
+        require("aggregate.max_growth", self.max_growth, bound, "aggregate.max_growth=3, or 0 for no bound")
         require("aggregate.max_images", self.max_images, self.max_images >= 1, "aggregate.max_images=1 or more")
         require("aggregate.quarantine", self.quarantine, self.quarantine >= 0, "aggregate.quarantine=0 for never")
 
@@ -142,10 +149,34 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
-        """Starts an empty average; the arguments are those of `Aggregator`."""
+    def __init__(
+        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, max_growth: float = 0.0
+    ) -> None:
+        """Starts an empty average.
+
+        Args:
+            reference: see `Aggregator`.
+            max_images: see `Aggregator`.
+            max_growth: an update whose weights (without BatchNorm's statistics) are longer than those of the reference
+                by this factor is refused; 0: none is.
+        """
         super().__init__(reference, max_images)
+        self._max_growth = max_growth
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
+
+    def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
+        super()._check(state, num_images)
+        if self._max_growth and (growth := self._length(state) / self._reference_length) > self._max_growth:
+            raise BadUpdate(f"its weights are {growth:.3g} times as long, aggregate.max_growth={self._max_growth:g}")
+
+    @cached_property
+    def _reference_length(self) -> float:
+        return max(self._length(self._reference), 1e-12)
+
+    def _length(self, state: Mapping[str, Tensor]) -> float:
+        named = self._reference.items()
+        weights = [state[name] for name, tensor in named if tensor.is_floating_point() and not name.endswith(STATISTICS)]
+        return torch.stack(torch._foreach_norm(weights)).norm().item() if weights else 0.0
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
@@ -173,4 +204,4 @@ def make(options: AggregateOptions, reference: Mapping[str, Tensor]) -> Aggregat
         return robust.TrimmedMean(reference, options.trim, options.max_images)
     if options.rule == "krum":
         return robust.MultiKrum(reference, options.byzantine, options.max_images)
-    return FedAvg(reference, options.max_images)
+    return FedAvg(reference, options.max_images, options.max_growth)

@@ -12,7 +12,7 @@ from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.plan import Plan
-from fedx_pl.files import lock, write_atomically
+from fedx_pl.files import clear_unfinished, lock, write_atomically
 from fedx_pl.methods.base import State
 
 
@@ -44,6 +44,7 @@ def open_run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
+        clear_unfinished(folder)
         write_atomically(file, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error}); type run.dir=ANOTHER") from error

@@ -24,8 +24,9 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation.client import RoundContext
 from fedx_pl.federation.engines import Lost, Watcher
 from fedx_pl.federation.engines.base import MemoryOf
-from fedx_pl.federation.engines.ray import RayEngine, Sizes, import_ray, pack, split_name, unpack
+from fedx_pl.federation.engines.ray import RayEngine, Sizes, import_ray
 from fedx_pl.federation.engines.serial import SerialEngine
+from fedx_pl.federation.engines.worker import pack, split_name, unpack
 from fedx_pl.federation.orchestrator import Orchestrator, Result
 from fedx_pl.federation.plan import Plan, prepare
 
@@ -281,7 +282,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == EXIT_INTERRUPTED, err
-    assert "starting Ray with 1 workers" in out
+    assert "starting Ray (1 x 1 CPU thread)" in out
     assert err.strip() == "interrupted; the same command goes on after the last finished round"
     wait_for(lambda: not any(alive(*process) for process in started), seconds=60)
 

@@ -117,8 +117,10 @@ def trial(plan: Plan, tmp_path: Path) -> Trial:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def federate(images: Path, folder: Path, *words: str, change: dict[str, Callable[[Answer], Answer]] | None = None) -> Any:
-    """A whole run with real sites; ``change`` makes some of them misbehave."""
+def federate(
+    images: Path, folder: Path, *words: str, change: dict[str, Callable[[Answer], Answer]] | None = None
+) -> tuple[Path, str]:
+    """A whole run with real sites, of which ``change`` makes some misbehave: its folder and its notes."""
     config = compose([*parts.WORDS, "federation.clients=3", f"run.dir={folder / 'run'}", *words])
     watching, link = parts.Watching(), MemoryLink()
     for node, name in enumerate(("c", "a", "b")):  # They come in any order.
@@ -172,7 +174,10 @@ def replaced(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
     ("change", "reason"),
     [
         (nan, "backbone.conv1.weight holds NaN or infinity"),
-        (replaced(lambda state: state | {"backbone.conv1.weight": torch.ones(3)}), "conv1.weight has shape (3,)"),
+        (
+            replaced(lambda state: state | {"backbone.conv1.weight": torch.ones(3)}),
+            "backbone.conv1.weight has shape (3,)",
+        ),
         (replaced(lambda state: state | {"surprise": torch.ones(3)}), "1 tensors are unknown, e.g. surprise"),
     ],
 )

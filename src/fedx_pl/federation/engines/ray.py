@@ -1,70 +1,29 @@
 """Clients on the workers of a Ray cluster: the cores or GPUs of this machine, or of several.
 
-A worker is a process that loads images and model once and then trains whichever client it is sent. The global state
-goes into Ray's object store once per round. What a client remembers travels with it, so that any worker can take it
-next, and comes back with its update for the orchestrator to save.
+A worker (`worker.py`) is a process that loads images and model once and then trains whichever client it is sent. The
+global state goes into Ray's object store once per round. What a client remembers travels with it, so that any worker
+can take it next, and comes back with its update for the orchestrator to save.
 """
 
-import hashlib
 import os
 import socket
 import sys
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from fedx_pl.config import Config, from_tree
+from fedx_pl.config import Config
 from fedx_pl.errors import UserError, require
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.client import RoundContext, Update
 from fedx_pl.federation.engines.base import Engine, Lost, MemoryOf, Watcher
-from fedx_pl.federation.plan import Plan, prepare
-from fedx_pl.methods.base import State
+from fedx_pl.federation.engines.worker import Worker, pack, repacked, split_name, unpack
+from fedx_pl.federation.plan import Plan
 
 PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
-CPU = torch.device("cpu")
-
-# Bytes, dtype, shape and whether channels come last: Ray hands arrays on without copying them, tensors it copies.
-Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
-
-
-class Worker:
-    """What runs in a worker's process."""
-
-    def start(self, config: dict[str, Any], folder: str, paths: Sequence[str]) -> tuple[str, str]:
-        """Loads images and model.
-
-        Args:
-            config: the resolved configuration.
-            folder: that relative paths in it start from, if this machine has it.
-            paths: where the driver finds modules, such as the user's own method.
-
-        Returns:
-            The `split_name` of what it found, and which process it is.
-        """
-        sys.path += [path for path in paths if path not in sys.path]
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        machine, said = socket.gethostname(), list[str]()
-        try:
-            plan = prepare(from_tree(config, "the driver's configuration"), report=said.append)
-        except UserError as error:
-            raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
-        self.plan = replace(plan, data=replace(plan.data, test=None))  # The driver evaluates.
-        self.trainer = self.plan.trainer(lambda: None)
-        return split_name(plan), f"process {os.getpid()} on {machine}"
-
-    def train(self, context: RoundContext, state: Packed, client: int, memory: ClientMemory | None) -> Update:
-        """One client, one round; the states in ``memory`` and in the result are packed."""
-        context = replace(context, global_state=unpack(state))
-        memory = memory and _repacked(unpack, memory)
-        update = self.trainer.run(context, client, self.plan.client_data(client, context.round), memory)
-        return replace(update, state=pack(update.state), memory=_repacked(pack, update.memory))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -101,7 +60,7 @@ class RayEngine(Engine):
         if self._ours and not address:
             gpus = torch.cuda.device_count()
             sizes = Sizes.of(plan.config, usable_cores(), gpus, plan.clients_per_round)
-            self.watcher.note(f"starting Ray with {sizes.workers} workers of {sizes}: about 15 s")
+            self.watcher.note(f"starting Ray ({sizes}), about 15 s")
             tensors = sum(tensor.nbytes for tensor in plan.model.state_dict().values())
             ray.init(
                 address="local", num_cpus=sizes.workers, num_gpus=gpus, include_dashboard=False,
@@ -122,7 +81,7 @@ class RayEngine(Engine):
         sizes = Sizes.of(plan.config, cores, gpus, plan.clients_per_round)
         instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
         require("engine.workers", sizes.workers, sizes.workers <= cores, instead)
-        self.watcher.note(f"{sizes.workers} workers of {sizes} on a cluster with {cores} CPUs and {gpus} GPUs")
+        self.watcher.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
         return sizes
 
     def _seat(self, name: str, deaths: int = 0) -> _Seat:
@@ -151,7 +110,7 @@ class RayEngine(Engine):
                 seat, client = idle.popleft(), waiting.popleft()
                 self.watcher.working(seat.name, client)
                 memory = memory_of(client)
-                job = seat.actor.train.remote(context, state, client, memory and _repacked(pack, memory))
+                job = seat.actor.train.remote(context, state, client, memory and repacked(pack, memory))
                 jobs[job] = seat, client
 
         while waiting or any(client is not None for _, client in jobs.values()):
@@ -186,7 +145,7 @@ class RayEngine(Engine):
                 continue
             send()  # Before the update is folded in: the worker need not wait for that.
             self.watcher.step(len(reply.losses))
-            yield replace(reply, state=unpack(reply.state, self.plan.device), memory=_repacked(unpack, reply.memory))
+            yield replace(reply, state=unpack(reply.state, self.plan.device), memory=repacked(unpack, reply.memory))
 
     def _check(self, seat: _Seat, split: str, process: str) -> None:
         seat.process, seat.deaths = process, 0
@@ -243,11 +202,8 @@ class Sizes(NamedTuple):
         return cls(workers, share, config.run.threads or max(1, cores // workers))
 
     def __str__(self) -> str:
-        return (
-            f"{self.gpus:g} GPU each"
-            if self.gpus
-            else f"{self.threads} CPU thread{'s' if self.threads > 1 else ''} each"
-        )
+        threads = f"{self.threads} CPU thread{'s' if self.threads > 1 else ''}"
+        return f"{self.workers} x {f'{self.gpus:g} GPU' if self.gpus else threads}"
 
 
 def import_ray(local: bool) -> Any:
@@ -266,41 +222,3 @@ def import_ray(local: bool) -> Any:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def split_name(plan: Plan) -> str:
-    """Two plans with the same name train on the same images, split in the same way."""
-    digest = hashlib.sha256(plan.data.fingerprint.encode())
-    for rows in plan.clients:
-        digest.update(np.array([len(rows), *rows], np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def pack(state: State) -> Packed:
-    """Tensors as arrays of bytes, which numpy has for every dtype, in the memory order they have."""
-    packed = {}
-    for name, tensor in state.items():
-        last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        plain = (tensor.movedim(1, -1) if last else tensor).detach().cpu().contiguous()
-        packed[name] = plain.reshape(-1).view(torch.uint8).numpy(), plain.dtype, tuple(plain.shape), last
-    return packed
-
-
-def unpack(state: Packed, device: torch.device = CPU) -> State:
-    """The inverse of `pack`. What came through the object store must not be written to: others may look at it."""
-    found = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")
-        for name, (content, dtype, shape, last) in state.items():
-            # An empty array cannot be seen as one of another dtype.
-            plain = (
-                torch.from_numpy(content).view(dtype).reshape(shape)
-                if content.size
-                else torch.empty(shape, dtype=dtype)
-            )
-            found[name] = (plain.movedim(-1, 1) if last else plain).to(device)
-    return found
-
-
-def _repacked(how: Any, memory: ClientMemory) -> ClientMemory:
-    return replace(memory, private=how(memory.private))

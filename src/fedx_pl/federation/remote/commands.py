@@ -157,8 +157,8 @@ def _serve(
                     time.sleep(POLL_SECONDS)
                 elif incoming.content is None:
                     say(f"a message that cannot be read: {incoming.error}")
-                else:
-                    node.answer(incoming, here.answer(incoming.kind, incoming.content))
+                elif (found := here.answer(incoming.kind, incoming.content)) is not None:
+                    node.answer(incoming, found)
         except Unreachable as error:
             if not silent:
                 say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")

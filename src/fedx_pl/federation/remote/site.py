@@ -48,6 +48,10 @@ def offer(config: Config, channels: int, side: int) -> dict[str, Any]:
     return {key: whole[key] for key in SHARED} | {"data": data}
 
 
+class NotGreeted(BadMessage):
+    """Asked to train by a coordinator that has not seen that this site was away."""
+
+
 class Site:
     """Answers the coordinator's messages."""
 
@@ -67,14 +71,20 @@ class Site:
         self.own = configuration.compose(["data=folder", *own])
         self._ready: tuple[str, dict[str, Any]] | None = None
 
-    def answer(self, kind: str, content: Content) -> Content:
-        """The reply to a message; a mistake that people can mend is a reply, too."""
+    def answer(self, kind: str, content: Content) -> Content | None:
+        """The reply to a message; a mistake that people can mend is a reply, too.
+
+        None for training without a greeting before. The coordinator will see that this site has connected anew, greet
+        it and ask again; what it needs of it now is not an error.
+        """
         try:
             if kind == wire.HELLO:
                 return Content(self._hello(content.meta), {})
             if kind == wire.TRAIN:
                 return self._train(content)
             raise BadMessage(f"a message of kind {kind!r}")
+        except NotGreeted:
+            return None
         except (UserError, BadMessage) as error:
             reason = wire.plain(error)
             mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
@@ -133,7 +143,7 @@ class Site:
     def _train(self, content: Content) -> Content:
         meta = content.meta
         if self._ready is None or self._ready[0] != meta.get("run"):
-            raise BadMessage("asked to train before a greeting")
+            raise NotGreeted
         number, client = wire.whole(meta, "round", 1), wire.whole(meta, "client")
         config = self.plan.config
         context = RoundContext(
