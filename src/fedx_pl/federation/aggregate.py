@@ -3,6 +3,7 @@
 `FedAvg` trusts every update that is well formed. `robust.py` has the rules for federations where one may lie.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,7 +107,8 @@ class Aggregator:
     def _combine(self) -> State:
         raise NotImplementedError
 
-    def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
+    def _check(self, state: Mapping[str, Tensor], num_images: int) -> dict[str, float]:
+        """Raises `BadUpdate`, or returns the norm of each floating tensor."""
         if type(num_images) is not int or not 0 < num_images <= self._max_images:
             raise BadUpdate(f"it claims {num_images!r} images, possible are 1 to {self._max_images}")
         if missing := self._reference.keys() - state.keys():
@@ -120,19 +122,21 @@ class Aggregator:
             if tensor.dtype != reference.dtype:
                 raise BadUpdate(f"{name} is {tensor.dtype}, expected {reference.dtype}")
         floating = {name: state[name] for name, tensor in self._reference.items() if tensor.is_floating_point()}
+        if not floating:
+            return {}
+        # NaN and infinity survive a norm, far cheaper than a look at each value, and one question to the device
+        # for all tensors. Huge but finite values may overflow it, so a bad norm is only a reason to look closer.
+        norms = dict(zip(floating, torch.stack(torch._foreach_norm(list(floating.values()))).tolist(), strict=True))
         # BatchNorm takes their root: one below zero makes NaN of every image. None below zero, no rule makes one.
         variances = [tensor for name, tensor in floating.items() if name.endswith("running_var")]
-        # NaN and infinity survive a sum, which is far cheaper than a look at each value, and one question to the device
-        # for all tensors. Huge but finite values may overflow it, so a bad sum is only a reason to look closer.
-        sums = [tensor.sum() for tensor in floating.values()]
-        if variances:
-            sums.append(torch.cat(variances).sqrt().sum())
-        if sums and not torch.isfinite(torch.stack(sums)).all():
+        negative = bool(variances) and bool((torch.cat(variances) < 0).any())
+        if negative or not all(map(math.isfinite, norms.values())):
             for name, tensor in floating.items():
                 if not torch.isfinite(tensor).all():
                     raise BadUpdate(f"{name} holds NaN or infinity")
                 if name.endswith("running_var") and (tensor < 0).any():
                     raise BadUpdate(f"{name} holds negative variances")
+        return norms
 
 
 class FedAvg(Aggregator):
@@ -164,19 +168,15 @@ class FedAvg(Aggregator):
         self._max_growth = max_growth
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
 
-    def _check(self, state: Mapping[str, Tensor], num_images: int) -> None:
-        super()._check(state, num_images)
-        if self._max_growth and (growth := self._length(state) / self._reference_length) > self._max_growth:
+    def _check(self, state: Mapping[str, Tensor], num_images: int) -> dict[str, float]:
+        norms = super()._check(state, num_images)
+        if self._max_growth and (growth := _length(norms) / self._reference_length) > self._max_growth:
             raise BadUpdate(f"its weights are {growth:.3g} times as long, aggregate.max_growth={self._max_growth:g}")
+        return norms
 
     @cached_property
     def _reference_length(self) -> float:
-        return max(self._length(self._reference), 1e-12)
-
-    def _length(self, state: Mapping[str, Tensor]) -> float:
-        named = self._reference.items()
-        weights = [state[name] for name, tensor in named if tensor.is_floating_point() and not name.endswith(STATISTICS)]
-        return torch.stack(torch._foreach_norm(weights)).norm().item() if weights else 0.0
+        return max(_length(super()._check(self._reference, 1)), 1e-12)
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
@@ -185,6 +185,11 @@ class FedAvg(Aggregator):
     def _combine(self) -> State:
         sums = zip(self._reference.items(), self._sums, strict=True)
         return {name: narrow(total / self.num_images, reference) for (name, reference), total in sums}
+
+
+def _length(norms: Mapping[str, float]) -> float:
+    """Of all weights together, without BatchNorm's statistics."""
+    return math.hypot(*(norm for name, norm in norms.items() if not name.endswith(STATISTICS)))
 
 
 def narrow(values: Tensor, reference: Tensor) -> Tensor:
