@@ -84,5 +84,5 @@ clean:  ## Remove the environment and caches; data/ and runs/ stay
 	@touch $@
 
 .venv/installed-dev: setup.cfg .venv/installed
-	$(INSTALL) -e .[dev,flower,privacy,ray]
+	$(INSTALL) -e .[dev,flower,onnx,privacy,ray,tables]
 	@touch $@

@@ -112,10 +112,59 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--definitions", type=Path, default=Path("experiments"), help="folder of the experiments")
     report.add_argument("--out", type=Path, help="where report.md, report.html and figures go; the results' folder")
     report.set_defaults(command=_report, overrides=[])
-    federate = _federate_parser(commands)
-    for command in (train, data, evaluate, sweep, report, *federate):
+    more = [*_encoder_parsers(commands), *_federate_parser(commands)]
+    for command in (train, data, evaluate, sweep, report, *more):
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
+
+
+def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
+    """What can be done with a trained encoder."""
+    export = commands.add_parser("export", help="write a run's encoder for use without this package")
+    export.add_argument("--to", default="torch", help="torch | torchvision | safetensors | onnx")
+    export.set_defaults(command=_export)
+    embed = commands.add_parser("embed", help="features of a folder of images, as a table")
+    embed.set_defaults(command=_embed)
+    neighbours = commands.add_parser("neighbours", help="the images most like one, as a page")
+    neighbours.add_argument("--count", type=int, default=12, help="how many")
+    neighbours.set_defaults(command=_neighbours)
+    for command in (export, embed, neighbours):
+        command.add_argument("run", type=Path, help="a run folder")
+        command.add_argument("--round", type=int, help="of an older checkpoint that was kept, or of the best")
+        command.set_defaults(overrides=[])
+    neighbours.add_argument("query", type=Path, help="an image")
+    for command in (embed, neighbours):
+        command.add_argument("images", type=Path, help="a folder of images; it is only read")
+    export.add_argument("-o", "--out", type=Path, help="the file; RUN/encoder-FORMAT")
+    embed.add_argument("-o", "--out", type=Path, default=Path("embeddings.parquet"), help="*.parquet or *.npz")
+    neighbours.add_argument("-o", "--out", type=Path, default=Path("neighbours.html"), help="the page")
+    return [export, embed, neighbours]
+
+
+def _export(options: argparse.Namespace) -> None:
+    from fedx_pl import encoder
+
+    file, line = encoder.export(options.run, options.to, options.out, options.round)
+    print(f"{file}\nload it with: {line}")
+
+
+def _embed(options: argparse.Namespace) -> None:
+    from fedx_pl.encoder import Encoder, write_table
+
+    paths, features = Encoder.of(options.run, options.round).embed_folder(options.images)
+    write_table(options.out, paths, features)
+    print(f"{options.out}: {len(paths):,} images, {features.shape[1]} features each")
+
+
+def _neighbours(options: argparse.Namespace) -> None:
+    from fedx_pl import neighbours
+    from fedx_pl.encoder import Encoder
+
+    found = neighbours.find(Encoder.of(options.run, options.round), options.query, options.images, options.count)
+    neighbours.contact_sheet(options.out, options.query, options.images, found)
+    for path, like in found:
+        print(f"{like:.3f}  {path}")
+    print(f"pictures: {options.out}")
 
 
 def _federate_parser(commands: Any) -> list[argparse.ArgumentParser]:

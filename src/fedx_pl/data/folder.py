@@ -21,7 +21,7 @@ from fedx_pl.data.decode import Report, decode
 from fedx_pl.data.images import DataOptions, ImageData, Split, root_folder
 from fedx_pl.errors import UserError
 
-_FOLDER_SIZE, _IMAGENET_SIZE = 96, 256  # side lengths where data.image_size is 0
+SIDES = {"folder": 96, "imagenet10": 256}  # in pixels, where data.image_size is 0
 
 
 def load_folder(options: DataOptions, report: Report) -> ImageData:
@@ -61,7 +61,7 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         test_names = names
     kept = paths if test_root else sorted(set(paths) - set(held_out))
 
-    size = options.image_size or _FOLDER_SIZE
+    size = options.image_size or SIDES["folder"]
     train = decode(root, kept, size, options, report)
     if not train.paths:
         raise UserError(
@@ -108,7 +108,7 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise UserError(f"data.classes: there is no folder {wanted} in {top.resolve()}{hint}")
         paths = [f"{wanted}/{path}" for wanted in sorted(set(classes)) for path in list_files(top / wanted)]
-        splits[name] = decode(top, paths, options.image_size or _IMAGENET_SIZE, options, report)
+        splits[name] = decode(top, paths, options.image_size or SIDES["imagenet10"], options, report)
         if not splits[name].paths:
             raise UserError(f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}")
 

@@ -54,6 +54,13 @@ def load(options: DataOptions, seed: int = 0, report: Report = print) -> ImageDa
     return _subset(data, options, seed)
 
 
+def stored_side(options: DataOptions) -> int:
+    """Side length of a dataset's images, without loading it."""
+    if options.name in folder.SIDES:
+        return options.image_size or folder.SIDES[options.name]
+    return named.named_set(options.name).shape[0]
+
+
 def describe(data: ImageData) -> str:
     """Describes a dataset for people: counts, size, colour statistics, origin."""
     height, width, channels = data.train.images.shape[1:]

@@ -153,9 +153,7 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, max_growth: float = 0.0
-    ) -> None:
+    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, max_growth: float = 0.0) -> None:
         """Starts an empty average.
 
         Args:

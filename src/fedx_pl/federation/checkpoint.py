@@ -30,7 +30,6 @@ from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.files import sync_folder, write_atomically
 from fedx_pl.methods.base import State
 
-
 # What reading a file may raise that is damaged, or made by a stranger.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 

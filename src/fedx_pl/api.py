@@ -1,0 +1,119 @@
+"""The command line's power in Python.
+
+from fedx_pl import federate
+
+result = federate("cifar10-byol-fedx", rounds=5, profile="cpu")
+result.history          # a DataFrame, one row per round
+result.encoder          # images in, features out
+result.plot()           # accuracy by round
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedx_pl.config import compose, flat
+from fedx_pl.errors import UserError
+from fedx_pl.federation.orchestrator import Display, Orchestrator, Result
+from fedx_pl.federation.plan import prepare
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+    from fedx_pl.encoder import Encoder
+
+_SHORT = {"rounds": "federation.rounds", "clients": "federation.clients", "epochs": "federation.epochs"}
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A finished run."""
+
+    result: Result
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.result.folder
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The trained encoder, in eval mode on the CPU."""
+        from fedx_pl.encoder import Encoder
+
+        return Encoder.of(self.folder)
+
+    @cached_property
+    def history(self) -> pandas.DataFrame:
+        """Losses, accuracies and times, one row per round; row 0 is the untrained network."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("history is a DataFrame and needs pandas; type pip install 'fedx-pl[tables]'") from error
+        rows: list[dict[str, Any]] = [{"round": 0, **self.result.untrained}, *self.result.rows]
+        return pandas.DataFrame(rows).set_index("round")
+
+    def plot(self) -> Figure:
+        """Accuracy by round."""
+        from fedx_pl.reporting import plots
+
+        return plots.curves(self.result.rows, self.result.untrained)
+
+
+def federate(experiment: str = "", *overrides: str, quiet: bool = False, **settings: Any) -> Federation:
+    """Runs a federation, or goes on with it; a finished one is read.
+
+    Args:
+        experiment: ``DATA-METHOD`` or ``DATA-METHOD-fedx``; empty if overrides say it.
+        overrides: ``key=value``, as on the command line.
+        quiet: print nothing.
+        settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile``, ..., or whole groups as mappings:
+            ``optim={"lr": 0.02}``.
+
+    Raises:
+        UserError: as on the command line.
+    """
+    words = [f"experiment={experiment}"] if experiment else []
+    given = flat({_SHORT.get(key, key): value for key, value in settings.items()})
+    words += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
+    config = compose(words)
+    plan = prepare(config, report=(lambda line: None) if quiet else print)
+    if quiet:
+        return Federation(Orchestrator(plan, _Silent()).run())
+    from rich.console import Console
+
+    from fedx_pl import terminal
+
+    with terminal.Terminal(Console(markup=False, highlight=False), config.federation.rounds) as display:
+        orchestrator = Orchestrator(plan, display)
+        display.expect(plan.steps_between(orchestrator.state.round + 1, config.federation.rounds))
+        return Federation(orchestrator.run())
+
+
+class _Silent(Display):
+    """Shows nothing."""
+
+    def step(self, count: int = 1) -> None:
+        """Nothing to show."""
+
+    def working(self, worker: str, client: int | None) -> None:
+        """Nothing to show."""
+
+    def client(self, round: int, done: int, of: int) -> None:
+        """Nothing to show."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Nothing to show."""
+
+    def note(self, text: str) -> None:
+        """Nothing to show."""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)

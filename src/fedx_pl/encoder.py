@@ -1,0 +1,213 @@
+"""The trained encoder in the user's hands: read it from a run, embed images with it, write it for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from fedx_pl import backbones
+from fedx_pl.config import Config, from_tree
+from fedx_pl.data.decode import decode
+from fedx_pl.data.folder import list_files
+from fedx_pl.data.images import DataOptions
+from fedx_pl.data.sources import stored_side
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation.features import extract
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.files import write_atomically
+
+FORMATS = ("safetensors", "torchvision", "torch", "onnx")
+SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
+
+
+class Encoder(nn.Module):
+    """A backbone with the normalisation it was trained with: images in, features out.
+
+    Example::
+
+        encoder = Encoder.of("runs/NAME")
+        features = encoder(images)            # (n, C, h, w), floats from 0 to 1 -> (n, feature_dim)
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float], side: int) -> None:
+        """Joins the two.
+
+        Args:
+            backbone: maps normalised (n, C, h, w) to (n, feature_dim).
+            mean: per channel, of pixels from 0 to 1.
+            std: per channel.
+            side: of the images it was trained on.
+        """
+        super().__init__()
+        self.backbone, self.side = backbone, side
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, C, h, w), floats from 0 to 1 -> (n, feature_dim)."""
+        return self.backbone((images - self.mean) / self.std)
+
+    @property
+    def channels(self) -> int:
+        """Of the images it takes."""
+        return self.mean.shape[1]
+
+    @classmethod
+    def of(cls, run: str | Path, round: int | None = None) -> Encoder:
+        """The encoder of a run, in eval mode on the CPU.
+
+        Args:
+            run: its folder.
+            round: of an older checkpoint that was kept, or the best; the newest if not given.
+        """
+        folder = Path(run)
+        config = _config(folder)
+        checkpoints = Checkpoints(folder)
+        found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
+        if found is None:
+            raise UserError(f"{folder} has no finished round; there is no encoder yet")
+        weights = {
+            name.removeprefix("backbone."): tensor for name, tensor in found[1].items() if name.startswith("backbone.")
+        }
+        channels = weights["conv1.weight"].shape[1]
+        side = _side(config)
+        backbone = backbones.build(config.backbone, channels=channels, image_size=side)
+        backbone.load_state_dict(weights)
+        mean, std = config.data.mean or [0.5] * channels, config.data.std or [0.25] * channels
+        return cls(backbone, mean, std, side).eval()
+
+    def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
+        """Features of all images in a folder.
+
+        Args:
+            folder: searched recursively; it is only read.
+            report: takes a line about files that are no images.
+
+        Returns:
+            Paths relative to the folder, sorted, and features (N, feature_dim).
+        """
+        options = DataOptions(name="folder", root=str(folder), grayscale=self.channels == 1)
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder of images")
+        decoded = decode(folder, list_files(folder), self.side, options, report)
+        if not decoded.paths:
+            raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
+        return list(decoded.paths), self.embed(decoded.images)
+
+    def embed(self, images: np.ndarray) -> Tensor:
+        """Features of uint8 images (N, H, W, C)."""
+        return extract(self, images, lambda batch: batch.permute(0, 3, 1, 2).float() / 255)
+
+
+def export(run: Path, to: str, file: Path | None = None, round: int | None = None) -> tuple[Path, str]:
+    """Writes the encoder of a run in a format that others read without this package.
+
+    Args:
+        run: its folder.
+        to: one of `FORMATS`.
+        file: where; RUN/encoder-FORMAT.SUFFIX if not given.
+        round: see `Encoder.of`.
+
+    Returns:
+        The file, and the line of Python that loads it.
+    """
+    if to not in FORMATS:
+        raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    encoder = Encoder.of(run, round)
+    file = file or run / f"encoder-{to}{SUFFIXES[to]}"
+    write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
+    return file, write(encoder, file, _config(run))
+
+
+def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
+    """Paths and features, as parquet (columns ``path`` and ``embedding``) or as npz (arrays of the same names)."""
+    array = features.cpu().numpy()
+    if file.suffix == ".npz":
+        np.savez(file, path=np.array(paths), embedding=array)
+        return
+    if file.suffix != ".parquet":
+        raise UserError(f"-o {file}: type a name that ends in .parquet or .npz")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"-o {file} needs pyarrow; type pip install 'fedx-pl[tables]', or -o embeddings.npz") from error
+    flat = pyarrow.array(array.reshape(-1))
+    table = {"path": list(paths), "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
+    pyarrow.parquet.write_table(pyarrow.table(table), file)
+
+
+def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:
+    write_atomically(file, save(_weights(encoder.backbone)))
+    return f'weights = safetensors.torch.load_file("{file}")'
+
+
+def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
+    """A state dict for torchvision's own network, which has a stem for large images and the full width."""
+    backbone, name = encoder.backbone, config.backbone.name
+    conv1 = backbone.conv1
+    assert isinstance(conv1, nn.Conv2d)
+    if config.backbone.width != 64 or conv1.kernel_size != (7, 7) or encoder.channels != 3 or name == "resnet10":
+        raise UserError(
+            f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
+            f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
+        )
+    write_atomically(file, save(_weights(backbone)))
+    return (
+        f"model = torchvision.models.{name}(); model.fc = torch.nn.Identity(); "
+        f'model.load_state_dict(safetensors.torch.load_file("{file}"))'
+    )
+
+
+def _torch(encoder: Encoder, file: Path, config: Config) -> str:
+    batch = torch.export.Dim("batch", min=1)
+    example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
+    program = torch.export.export(encoder, (example,), dynamic_shapes={"images": {0: batch}})
+    torch.export.save(program, file)
+    return f'encoder = torch.export.load("{file}").module()'
+
+
+def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError("--to onnx needs onnx and onnxscript; type pip install 'fedx-pl[onnx]'") from error
+    example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
+    torch.onnx.export(
+        encoder, (example,), str(file), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
+        dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
+    )  # fmt: skip
+    return f'session = onnxruntime.InferenceSession("{file}")'
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+
+
+def _config(folder: Path) -> Config:
+    """What a run's configuration says of its network and images; its method may be anybody's code and is not read."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml; type runs/NAME")
+    try:
+        tree = yaml.safe_load(file.read_text())
+        parts = {key: tree[key] for key in ("data", "augment", "backbone")}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} is not a readable run configuration ({error})") from error
+    return from_tree(parts | {"method": {"name": "simclr"}}, str(file))
+
+
+def _side(config: Config) -> int:
+    """Of the images that the network was trained on."""
+    stored = stored_side(config.data)
+    return config.augment.size if 0 < config.augment.size < stored else stored

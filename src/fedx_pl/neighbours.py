@@ -1,0 +1,66 @@
+"""Which images are most like this one: a contact sheet as one HTML page."""
+
+import base64
+import html
+import io
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+
+from fedx_pl.data.worker import decode_file
+from fedx_pl.encoder import Encoder
+from fedx_pl.errors import UserError
+from fedx_pl.files import write_atomically
+
+_THUMBNAIL = 160  # pixels
+_STYLE = """body{font:16px sans-serif;margin:2em;max-width:1100px}figure{display:inline-block;margin:8px;width:168px;
+vertical-align:top}img{width:160px;height:160px;object-fit:cover;border-radius:4px}figcaption{font-size:12px;
+overflow-wrap:anywhere;color:#444}.query img{outline:4px solid #2b6cb0}"""
+
+
+def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[tuple[str, float]]:
+    """The images of a folder that are most like one, the most similar first.
+
+    Args:
+        encoder: that compares them.
+        query: an image.
+        folder: where to look.
+        count: how many.
+
+    Returns:
+        Paths relative to the folder and cosine similarities.
+    """
+    try:
+        pixels = decode_file(str(query), encoder.side, encoder.channels == 1)
+    except Exception as error:  # Decoders fed with foreign bytes fail in any way they like.
+        raise UserError(f"{query} cannot be read as an image ({error})") from error
+    paths, features = encoder.embed_folder(folder)
+    like = F.cosine_similarity(encoder.embed(pixels[None]), features)
+    best = torch.topk(like, min(count, len(paths)))
+    return [(paths[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+
+def contact_sheet(file: Path, query: Path, folder: Path, found: list[tuple[str, float]]) -> None:
+    """Writes a page with the query and what was found, the pictures inside it."""
+    cells = [_figure(query, str(query), "query")]
+    cells += [_figure(folder / path, f"{value:.3f} {path}") for path, value in found]
+    page = (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>neighbours of {html.escape(query.name)}</title>"
+        f"<style>{_STYLE}</style><h1>Nearest neighbours</h1><p>Cosine similarity of the encoder's features.</p>"
+        f"{''.join(cells)}</html>"
+    )
+    write_atomically(file, page.encode())
+
+
+def _figure(image: Path, caption: str, kind: str = "") -> str:
+    with Image.open(image) as opened:
+        small = ImageOps.fit(ImageOps.exif_transpose(opened).convert("RGB"), (_THUMBNAIL, _THUMBNAIL))
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=85)
+    source = base64.b64encode(stream.getvalue()).decode()
+    return (
+        f"<figure class='{kind}'><img alt='' src='data:image/jpeg;base64,{source}'>"
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )

@@ -1,0 +1,174 @@
+"""The trained encoder without this package: every format gives the embeddings of the run's own backbone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from fedx_pl import cli
+from fedx_pl.encoder import Encoder
+from fedx_pl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder") / "run"
+    words = [
+        f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10", "run.threads=1",
+        "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1", f"run.dir={folder}",
+        "evaluation.linear.epochs=1", "data.limit=80",
+    ]  # fmt: skip
+    assert cli.main(["train", *words]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three reds and three blues, of another size than the network's."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for name, colour in (("red", (220, 30, 30)), ("blue", (20, 40, 210))):
+        for i in range(3):
+            noisy = np.clip(np.array(colour) + rng.normal(0, 12, (48, 64, 3)), 0, 255).astype(np.uint8)
+            (folder / name).mkdir(exist_ok=True)
+            Image.fromarray(noisy).save(folder / name / f"{i}.png")
+    (folder / "notes.txt").write_text("not an image")
+    return folder
+
+
+def images() -> torch.Tensor:
+    return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_encoder_normalises_and_has_the_weights_of_the_run(run: Path) -> None:
+    """CIFAR-10's mean and std are those of the configuration; the weights are RUN/encoder.safetensors'."""
+    encoder = Encoder.of(run)
+    weights = load_file(run / "encoder.safetensors")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in encoder.backbone.state_dict().items())
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+    torch.testing.assert_close(encoder.mean, mean, atol=1e-3, rtol=0)
+    torch.testing.assert_close(encoder.std, std, atol=1e-3, rtol=0)
+    expected = encoder.backbone((images() - encoder.mean) / encoder.std)
+    torch.testing.assert_close(encoder(images()), expected, rtol=0, atol=0)
+    assert (encoder.side, encoder.channels) == (32, 3)
+
+
+def run_alone(code: str, arguments: list[str]) -> np.ndarray:
+    """In a process that cannot import this package."""
+    alone = f"import sys; sys.modules['fedx_pl'] = None\n{code}"
+    found = subprocess.run(
+        [sys.executable, "-c", alone, *arguments], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert found.returncode == 0, found.stderr
+    return np.array(json.loads(found.stdout.splitlines()[-1]), dtype=np.float32)
+
+
+@pytest.mark.parametrize("to", ["torch", "onnx"])
+def test_an_exported_encoder_loads_in_one_line_and_gives_the_same_embeddings(
+    run: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another batch size than the one it was exported with."""
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    file = tmp_path / f"encoder.{to}"
+    assert cli.main(["export", str(run), "--to", to, "-o", str(file)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("load it with: ")
+    x, outputs = tmp_path / "x.npy", {"torch": "encoder(torch.from_numpy(x)).detach().numpy()",
+                                      "onnx": "session.run(None, {'images': x})[0]"}  # fmt: skip
+    np.save(x, images().numpy())
+    code = f"""
+import json, numpy as np
+{"import torch" if to == "torch" else "import onnxruntime"}
+x = np.load(sys.argv[1])
+{line}
+print(json.dumps({outputs[to]}.tolist()))
+"""
+    found = run_alone(code, [str(x)])
+    np.testing.assert_allclose(found, Encoder.of(run)(images()).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_safetensors_are_the_plain_weights(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    assert cli.main(["export", str(run), "--to", "safetensors", "-o", str(file)]) == 0
+    assert load_file(file).keys() == load_file(run / "encoder.safetensors").keys()
+
+
+def test_torchvision_takes_its_own_networks_and_no_others(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torchvision
+
+    assert cli.main(["export", str(run), "--to", "torchvision"]) == 2
+    assert "torchvision has no resnet10 with width 4, 3 channels and a 3x3 stem" in capsys.readouterr().err
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for i in range(8):
+        Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
+    large = tmp_path / "large"
+    words = ["data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", f"run.dir={large}",
+             "federation.clients=1", "federation.rounds=1", "federation.epochs=1", "optim.batch_size=4"]  # fmt: skip
+    assert cli.main(["train", *words]) == 0
+    file = tmp_path / "resnet18.safetensors"
+    assert cli.main(["export", str(large), "--to", "torchvision", "-o", str(file)]) == 0
+    model = torchvision.models.resnet18()
+    model.fc = torch.nn.Identity()
+    model.load_state_dict(load_file(file))
+    encoder = Encoder.of(large)
+    x = torch.rand(2, 3, 96, 96)
+    torch.testing.assert_close(model.eval()((x - encoder.mean) / encoder.std), encoder(x))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_embed_writes_a_table(run: Path, pictures: Path, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"embeddings{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    assert cli.main(["embed", str(run), str(pictures), "-o", str(file)]) == 0
+    expected = [f"{colour}/{i}.png" for colour in ("blue", "red") for i in range(3)]
+    if suffix == ".npz":
+        with np.load(file) as table:
+            paths, features = table["path"].tolist(), table["embedding"]
+    else:
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(file).to_pydict()
+        paths, features = table["path"], np.array(table["embedding"])
+    assert paths == expected
+    assert features.shape == (6, 32)
+    assert np.isfinite(features).all()
+
+
+def test_neighbours_of_a_red_image_are_red(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    query = pictures / "red" / "0.png"
+    assert cli.main(["neighbours", str(run), str(query), str(pictures), "--count", "3", "-o", str(page)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("folder: skipped")]
+    assert [line.split()[1].split("/")[0] for line in lines[:3]] == ["red"] * 3
+    assert lines[0].split() == ["1.000", "red/0.png"]
+    assert page.read_text().count("data:image/jpeg;base64,") == 4
+    assert "src='http" not in page.read_text()
+
+
+def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, message in (
+        (["export", str(tmp_path)], "is not a run folder"),
+        (["export", str(run), "--to", "tflite"], "type --to safetensors, torchvision, torch or onnx"),
+        (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
+        (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .parquet or .npz"),
+        (["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)], "cannot be read as an image"),
+        (["export", str(run), "--round", "7"], "no checkpoint of round 7"),
+    ):
+        assert cli.main(command) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no readable images"):
+        Encoder.of(run).embed_folder(tmp_path / "empty")
