@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Process:
             self._process = subprocess.Popen(
                 [*command, *words], stdout=output, stderr=output, cwd=log.parent, env=environment
             )
-        self.id = self._process.pid
+        self.id, self._seen = self._process.pid, 0
 
     def __enter__(self) -> "Process":
         return self
@@ -113,8 +113,12 @@ class Process:
 
     @property
     def output(self) -> str:
-        """So far."""
-        return self.log.read_text(errors="replace")
+        """So far, or since `look_from_here`."""
+        return self.log.read_text(errors="replace")[self._seen :]
+
+    def look_from_here(self) -> None:
+        """What it said in an earlier test does not count."""
+        self._seen = len(self.log.read_text(errors="replace"))
 
     def wait_for(self, text: str, *, seconds: float = 300) -> None:
         """Until it has said something."""
@@ -150,10 +154,27 @@ class Process:
         return found
 
 
+def wait_until(true: Callable[[], bool], what: str, *, seconds: float = 60) -> None:
+    """Until something is so."""
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up, f"{what}: not in {seconds} s"
+        time.sleep(0.02)
+
+
 def alive(process: int) -> bool:
     """Whether there is such a process."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
+        return False
+    return True
+
+
+def is_free(port: int) -> bool:
+    """Whether a coordinator could listen there."""
+    try:
+        socket.create_server(("0.0.0.0", port)).close()
+    except OSError:
         return False
     return True

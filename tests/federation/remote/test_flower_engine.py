@@ -180,6 +180,7 @@ def replaced(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
         ),
         (replaced(lambda state: state | {"surprise": torch.ones(3)}), "1 tensors are unknown, e.g. surprise"),
     ],
+    ids=["nan", "shape", "unknown"],
 )
 def test_a_bad_update_is_dropped_by_name_and_the_others_make_the_round(
     images: Path, tmp_path: Path, change: Any, reason: str

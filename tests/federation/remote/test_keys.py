@@ -28,6 +28,13 @@ def certificate(file: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(file.read_bytes())
 
 
+def subject(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
 def test_everything_is_made_and_secrets_are_the_owner_s(tmp_path: Path) -> None:
     lines = keys.make(tmp_path, "coordinator.example.org", 8000, ["a", "hospital-b.2"])
     assert set(files(tmp_path)) == {
@@ -59,11 +66,9 @@ def test_the_certificate_is_the_ca_s_and_names_the_host(tmp_path: Path, host: st
     assert (ca.not_valid_after_utc - ca.not_valid_before_utc).days == 365 * keys.YEARS
     builder = PolicyBuilder().store(Store([ca]))
     for name in (host, "localhost", "127.0.0.1"):
-        number = name.replace(":", "").replace(".", "").isalnum() and (":" in name or name[0].isdigit())
-        subject = x509.IPAddress(ip_address(name)) if number else x509.DNSName(name)
-        builder.build_server_verifier(subject).verify(own, [])
+        builder.build_server_verifier(subject(name)).verify(own, [])
     with pytest.raises(x509.verification.VerificationError):
-        builder.build_server_verifier(x509.DNSName("else.example.org")).verify(own, [])
+        builder.build_server_verifier(subject("else.example.org")).verify(own, [])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "server" / "server.crt", tmp_path / "server" / "server.key")  # They match.
 
@@ -123,6 +128,14 @@ def test_a_site_s_folder_is_read_back(tmp_path: Path) -> None:
     assert found.ca.read_bytes() == known.ca.read_bytes()
 
 
+def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
+    keys.make(tmp_path / "six", "2001:db8::7", 8000, ["a"])
+    assert keys.load_site(tmp_path / "six" / "sites" / "a").server == "[2001:db8::7]:8000"
+    with pytest.raises(UserError, match=r"--host höst\.example\.org: .*by which sites reach this machine"):
+        keys.make(tmp_path / "keys", "höst.example.org", 8000, ["a"])
+    assert not (tmp_path / "keys").exists()
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "", "a b", "ä", "x" * 64, "a\n"])
 def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"e\.g\. hospital-a"):
@@ -156,6 +169,17 @@ def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
     (place / "site.key").write_bytes(locked.private_bytes(*form, serialization.BestAvailableEncryption(b"secret")))
     with pytest.raises(UserError, match="not a readable key"):
         keys.load_site(place)
+
+
+def test_each_site_has_a_key_of_its_own(tmp_path: Path) -> None:
+    keys.make(tmp_path, "host", 8000, ["a", "b"])
+    sites = tmp_path / "server" / "sites"
+    (sites / "b.pub").write_bytes((sites / "a.pub").read_bytes())
+    with pytest.raises(UserError, match="a and b have the same key; each site needs its own"):
+        keys.load_server(tmp_path / "server")
+    (sites / "b.pub").write_text("nonsense")
+    with pytest.raises(UserError, match=r"b\.pub is not a public key"):
+        keys.load_server(tmp_path / "server")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

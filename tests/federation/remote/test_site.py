@@ -347,6 +347,7 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
         kept.save(memory(2))
     monkeypatch.undo()
     again = Memories(tmp_path)
+    assert not list(tmp_path.glob(".*"))
     assert again.load(1) is not None
     again.save(memory(2))
     found = again.load(2)

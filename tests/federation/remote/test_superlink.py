@@ -92,6 +92,7 @@ def test_ipv6() -> None:
 
 
 def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
     from fedx_pl.federation.remote import link
 
     monkeypatch.setattr(link, "FREE_SECONDS", 0.0)
@@ -105,6 +106,7 @@ def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
+    pytest.importorskip("cryptography")
     from threading import Timer
 
     from fedx_pl.federation.remote import link

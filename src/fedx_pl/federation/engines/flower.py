@@ -180,7 +180,7 @@ class FlowerEngine(Engine):
         for message, one in list(asked.items()):
             since = online.get(one.guest.node)
             if since is None:
-                yield self._lose(asked, message, "it is gone; it may come back for a later round")
+                yield self._lose(asked, message, wire.GONE)
             elif time.monotonic() > one.until:
                 yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s")
             elif since != one.guest.since:
@@ -220,7 +220,7 @@ class FlowerEngine(Engine):
             metrics = wire.numbers(meta, "metrics")
             asked = () if one.content.meta["health"] else ("rankme", "uniformity", "alignment")
             own = [name for name in metrics if name in (*_OWN, *asked) or name.startswith(_OWN_KINDS)]
-            if own and own != ["loss_scale"]:
+            if own := [name for name in own if name != "loss_scale"]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)

@@ -6,11 +6,13 @@ can take it next, and comes back with its update for the orchestrator to save.
 """
 
 import os
+import signal
 import socket
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -47,7 +49,8 @@ class RayEngine(Engine):
         self._seats: list[_Seat] = []
         self._ours = not ray.is_initialized()  # A script may have connected to a cluster of its own.
         try:
-            self.sizes = self._start()
+            with _undisturbed():
+                self.sizes = self._start()
             self._split = split_name(plan)
             self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
         except BaseException:
@@ -217,6 +220,25 @@ def import_ray(local: bool) -> Any:
     except ImportError as error:
         raise UserError("engine=ray needs Ray; type pip install 'fedx-pl[ray]'") from error
     return ray
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ray crashes if Ctrl-C comes while it starts, and takes SIGTERM over: the one waits, the other is put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        if callable(terminate):  # Else Ray's is better: it ends Ray's processes.
+            signal.signal(signal.SIGTERM, terminate)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def usable_cores() -> int:

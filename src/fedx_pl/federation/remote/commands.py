@@ -1,6 +1,7 @@
 """``fedx-pl federate keys | server | client``: a federation of real sites."""
 
 import argparse
+import re
 import signal
 import socket
 import time
@@ -157,6 +158,7 @@ def _serve(
                     time.sleep(POLL_SECONDS)
                 elif incoming.content is None:
                     say(f"a message that cannot be read: {incoming.error}")
+                    node.answer(incoming, wire.Content({"site": here.name, "error": incoming.error}, {}))
                 elif (found := here.answer(incoming.kind, incoming.content)) is not None:
                     node.answer(incoming, found)
         except Unreachable as error:
@@ -192,7 +194,8 @@ def _number(file: Path) -> int | None:
 
 def _require_address(address: str, insecure: bool) -> None:
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16) or "/" in host:
+    known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) is not None
+    if not (colon and known and port.isdecimal() and 0 < int(port) < 2**16):
         raise UserError(f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000")
     if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(f"--insecure --server {address}: without TLS only within one machine; use --keys")

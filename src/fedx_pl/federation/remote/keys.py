@@ -62,15 +62,22 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
     for name in sites:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
             raise UserError(f"--sites {name}: a site's name has letters, digits, dots and dashes, e.g. hospital-a")
+    try:
+        address = _general_name(host)
+    except ValueError as error:
+        raise UserError(
+            f"--host {host}: {error}; type the name or address by which sites reach this machine"
+        ) from error
+    place = f"[{host}]:{port}" if isinstance(address.value, ipaddress.IPv6Address) else f"{host}:{port}"
     authority, ca = _authority(folder)
     _server(folder / "server", host, authority, ca)
     lines = [
         f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys {folder / 'server'}"
     ]
     for name in sites:
-        _site(folder, name, f"{host}:{port}", ca)
-        place = folder / "sites" / name
-        lines.append(f"{place}: for {name} alone; fedx-pl federate client --data IMAGES --keys {place.name}")
+        _site(folder, name, place, ca)
+        own = folder / "sites" / name
+        lines.append(f"{own}: for {name} alone; fedx-pl federate client --data IMAGES --keys {own.name}")
     lines.append(f"{folder / 'ca.key'}: makes further keys; keep it offline")
     return lines
 
@@ -99,6 +106,14 @@ def load_server(folder: Path) -> ServerKeys:
     public = {file.stem: file.read_bytes() for file in sorted((folder / "sites").glob("*.pub"))}
     if not public:
         raise UserError(f"{folder / 'sites'} holds no site's key; type fedx-pl federate keys --sites NAME,NAME")
+    owners: dict[bytes, str] = {}
+    for name, content in public.items():
+        try:
+            serialization.load_pem_public_key(content)
+        except ValueError as error:
+            raise UserError(f"{folder / 'sites' / name}.pub is not a public key; remove it or put it right") from error
+        if (other := owners.setdefault(content, name)) != name:
+            raise UserError(f"{folder / 'sites'}: {other} and {name} have the same key; each site needs its own")
     ca, certificate, key = files
     return ServerKeys(ca, certificate, key, public)
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.remote import wire
+from fedx_pl.federation.remote import superlink, wire
 from fedx_pl.federation.remote.keys import ServerKeys
-from fedx_pl.federation.remote.superlink import listen
 
 START_SECONDS = 60.0
 PATIENCE_SECONDS = 30.0  # with a SuperLink that does not answer
@@ -89,8 +88,9 @@ class Link:
         self._process = self._start(sockets)
         try:
             self._wait()
-            self._names = self._register()
-            self._connect()
+            with self._answering():
+                self._names = self._register()
+                self._connect()
         except BaseException:
             self.close()
             raise
@@ -113,8 +113,11 @@ class Link:
             (message,) = self._grid.push_messages([Message(record, node, kind, ttl=seconds)])
         return str(message) or f"unsent {secrets.token_hex(8)}"  # Of which the SuperLink says that there is no answer.
 
-    def receive(self, messages: Iterable[str]) -> list[Reply]:
-        """Answers that have come whole; Flower's own way would wait for one whose upload is slow or breaks off."""
+    def receive(self, messages: Iterable[str]) -> Iterator[Reply]:
+        """Answers that have come whole, one after the other: each may be as large as the weights.
+
+        Flower's own way would wait for one whose upload is slow or breaks off, and end at one that it cannot read.
+        """
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
@@ -128,8 +131,11 @@ class Link:
                     # What it answers is what the SuperLink says, not what is written in the answer itself.
                     replied = about.metadata.reply_to_message_id
                     self._coming[replied] = Coming(about.metadata.message_id, parts, {})
-            replies = [self._take(message) for message in asked & self._coming.keys()]
-        return [reply for reply in replies if reply is not None]
+        for message in asked & self._coming.keys():
+            with self._answering():
+                reply = self._take(message)
+            if reply is not None:
+                yield reply
 
     def _take(self, asked: str) -> Reply | None:
         """The answer to a message if all of it is there."""
@@ -181,7 +187,8 @@ class Link:
         with open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(self._secret)
         numbers = [one.fileno() for one in sockets]
-        command = [sys.executable, "-m", "fedx_pl.federation.remote.superlink", str(os.getpid())]
+        # By its file, not as a module of this package: it needs no torch. -P: nor what lies beside it.
+        command = [sys.executable, "-P", superlink.__file__, str(os.getpid())]
         command += [",".join(map(str, numbers)), "--isolation", "process"]
         command += ["--superexec-auth-secret-file", str(secret), "--disable-runtime-dependency-installation"]
         if keys := self._keys:
@@ -202,15 +209,16 @@ class Link:
     def _wait(self) -> None:
         import httpx
 
-        give_up = time.monotonic() + START_SECONDS
+        give_up, reason = time.monotonic() + START_SECONDS, "it ended"
         trusted = ssl.create_default_context(cafile=str(self._keys.ca)) if self._keys else False
         while time.monotonic() < give_up and self._process.poll() is None:
             try:
                 httpx.get(f"http{'s' if self._keys else ''}://{self._address}/health", verify=trusted, trust_env=False)
                 return
-            except httpx.HTTPError:
+            except httpx.HTTPError as error:
+                reason = str(error)
                 time.sleep(0.1)
-        raise UserError(f"Flower's SuperLink did not start; {self._log.name} tells why")
+        raise UserError(f"Flower's SuperLink did not start ({reason}); {self._log.name} tells more")
 
     def _register(self) -> dict[int, str]:
         """Makes the sites' keys known and returns their nodes; without keys, sites register themselves."""
@@ -290,7 +298,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     give_up = time.monotonic() + FREE_SECONDS
     while True:
         try:
-            return listen(host, port)
+            return superlink.listen(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise UserError(
@@ -316,7 +324,7 @@ def _reply(asked: str, coming: Coming) -> Reply:
         message: Any = inflate_object_from_contents(coming.message, coming.there)
         if message.has_error():
             gone = message.error.code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE)
-            return Reply(asked, None, wire.plain(message.error.reason) or "no answer", gone)
+            return Reply(asked, None, wire.GONE if gone else wire.plain(message.error.reason) or "no answer", gone)
         return Reply(asked, read(message.content))
     except wire.BadMessage as error:
         return Reply(asked, None, wire.plain(error))

@@ -128,7 +128,7 @@ class Node:
         try:
             return Incoming(message.metadata.message_type, read(message.content), "", message)
         except wire.BadMessage as error:
-            return Incoming(message.metadata.message_type, None, str(error), message)
+            return Incoming(message.metadata.message_type, None, wire.plain(error), message)
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""

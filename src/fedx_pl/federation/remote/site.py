@@ -91,7 +91,7 @@ class Site:
             self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
         except Exception as error:  # A full disk, a GPU out of memory: another round may go well.
             reason = f"{type(error).__name__}; the site's own terminal tells more"
-            self.report(f"training failed\n{traceback.format_exc()}")
+            self.report(f"failed at what the coordinator asks for\n{traceback.format_exc()}")
         return Content({"site": self.name, "error": reason}, {})
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
@@ -204,6 +204,8 @@ class Memories:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._file = folder, folder / "memory.json"
+        for half in folder.glob(".*.tmp"):  # Of a site that was killed while it wrote.
+            half.unlink()
 
     def load(self, round: int) -> State | None:
         """The private tensors after a round, or None if they are not here; forgets older ones."""

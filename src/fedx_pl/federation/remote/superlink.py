@@ -1,6 +1,6 @@
 """Flower's SuperLink as a process of its own, with a door that opens to sites only.
 
-    python -m fedx_pl.federation.remote.superlink PARENT_PID SOCKET,SOCKET [flower-superlink's options]
+    python -P superlink.py PARENT_PID SOCKET,SOCKET [flower-superlink's options]
 
 The SuperLink serves everything on one port: the Fleet API for sites, but also the Control API, by which anyone who
 reaches it may register nodes and submit runs. Here only Fleet requests are let in from other machines; the rest is for

@@ -11,6 +11,7 @@ from fedx_pl.methods.base import State
 
 HELLO, TRAIN = "query", "train"  # Flower's names for messages of these kinds
 MAX_JSON, MAX_TEXT = 1_000_000, 1000
+GONE = "it is gone; it may come back for a later round"  # why a site has no answer
 
 
 class BadMessage(Exception):
