@@ -43,11 +43,11 @@ tensorboard: .venv/installed  ## Open the dashboards of all runs
 	$(BIN)/tensorboard --logdir runs
 
 test: lint .venv/installed-dev  ## Lint, types and all tests, the slow real-data ones too
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
 test-fast: .venv/installed-dev  ## The fast tests only
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 lint: .venv/installed-dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ def measure(setting: Setting) -> Part:
 
 def _training(setting: Setting, part: Part) -> None:
     """FedX on SimCLR as in the cpu profile, but with the paper's ten clients: five divide badly by two."""
-    size = [f"data.limit={setting.few(5000, 320)}", f"federation.clients={setting.few(10, 4)}", "federation.epochs=1"]
+    size = [f"data.limit={setting.few(2500, 320)}", f"federation.clients={setting.few(10, 4)}", "federation.epochs=1"]
     plan = _plan(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
     cores, images = usable_cores(), images_of(plan)
     serial, started = SerialEngine(plan, Silent()), time.perf_counter()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from fedx_pl.federation.engines.serial import SerialEngine
 from fedx_pl.federation.engines.worker import pack, split_name, unpack
 from fedx_pl.federation.orchestrator import Orchestrator, Result
 from fedx_pl.federation.plan import Plan, prepare
+
+pytestmark = pytest.mark.xdist_group("ray")  # One Ray for all, also where tests run in two processes.
 
 # BYOL whose process dies, or that raises, where a file of that name says so: FOLDER/ROUND-CLIENT. A file is used once.
 MORTAL = """
@@ -227,6 +230,28 @@ def test_without_ray_the_user_is_told_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["train", *tiny, "engine=ray"]) == 2
     assert capsys.readouterr().err == "error: engine=ray needs Ray; type pip install 'fedx-pl[ray]'\n"
+
+
+def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Ray that takes SIGTERM over, as Ray does, while Ctrl-C comes."""
+    calls: list[str] = []
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.raise_signal(signal.SIGINT)
+        calls.append("started")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: calls.append("ended"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    mine = lambda number, frame: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayEngine(prepare(compose([*tiny, "engine=ray"]), report=lambda line: None), Silent())
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == ["started", "ended"]
 
 
 # --- how many workers -------------------------------------------------------------------------------------------------

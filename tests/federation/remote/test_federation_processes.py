@@ -188,10 +188,10 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 
 
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
-    """SIGTERM and Ctrl-C for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
+    """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
     a, b, c = (federation.sites[name] for name in "abc")
-    with federation.server("stopped", "federation.rounds=1", "federation.epochs=300") as server:
-        for site, number in ((c, signal.SIGTERM), (b, signal.SIGINT)):
+    with federation.server("stopped", "federation.rounds=1", "federation.epochs=150") as server:
+        for site, number in ((b, signal.SIGINT), (c, signal.SIGTERM)):
             site.wait_for("round 1: training")
             site.send(number)
             assert site.wait(seconds=60) == 0, federation.logs()
