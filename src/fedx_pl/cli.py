@@ -219,7 +219,7 @@ def _federate(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    config = configuration.compose(options.overrides)
+    config = configuration.compose([*options.overrides, *([f"fork={options.fork}"] if options.fork else [])])
     if config.engine.name == "ray":
         from fedx_pl.federation.engines.ray import import_ray
 
