@@ -100,7 +100,13 @@ class Process:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [*command, *words], stdout=output, stderr=output, cwd=log.parent, env=environment
+                [*command, *words],
+                stdout=output,
+                stderr=output,
+                cwd=log.parent,
+                env=environment,
+                # A job that a shell started in the background ignores Ctrl-C, and so would its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.id, self._seen = self._process.pid, 0
 
