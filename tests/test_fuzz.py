@@ -7,6 +7,7 @@ import os
 import shutil
 import string
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,7 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         update = Update(
             client, 7, {"w": torch.ones(3) * client}, ClientMemory({}, 3, 1, 1), torch.zeros(2, 1), ("a",), 7
         )
-        pending.save(3, update, ClientRecord(3, 1, 1, "", 7), seconds=60.0)
+        pending.save(3, replace(update, seconds=60.0), ClientRecord(3, 1, 1, "", 7))
     return folder
 
 

@@ -196,7 +196,7 @@ def _federate_parser(commands: Any) -> list[argparse.ArgumentParser]:
         help="take part with the images of this site",
         usage="fedx-pl federate client --data IMAGES --keys FOLDER [--server HOST:PORT] [run.device=cuda ...]",
     )
-    client.add_argument("overrides", nargs="*", help="run.* and data.* keys of this site")
+    client.add_argument("overrides", nargs="*", help="run.*, data.* and privacy.* keys of this site")
     client.add_argument("--data", type=Path, required=True, help="folder of this site's images; it is only read")
     client.add_argument("--server", default="", help="HOST:PORT of the coordinator; as in the site's keys")
     client.add_argument("--keys", type=Path, default=Path("."), help="the folder made for this site")
@@ -219,6 +219,11 @@ def _federate(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
+    with stopped_by_signals():
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     config = configuration.compose([*options.overrides, *([f"fork={options.fork}"] if options.fork else [])])
     if config.engine.name == "ray":
         from fedx_pl.federation.engines.ray import import_ray
@@ -235,7 +240,7 @@ def _train(options: argparse.Namespace) -> None:
         console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
                       soft_wrap=True)  # fmt: skip
         return
-    with stopped_by_signals(), terminal.Terminal(console, rounds) as display:
+    with terminal.Terminal(console, rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:

@@ -78,10 +78,13 @@ class Encoder(nn.Module):
         weights = {
             name.removeprefix("backbone."): tensor for name, tensor in found[1].items() if name.startswith("backbone.")
         }
-        channels = weights["conv1.weight"].shape[1]
         side = _side(config)
-        backbone = backbones.build(config.backbone, channels=channels, image_size=side)
-        backbone.load_state_dict(weights)
+        try:
+            channels = weights["conv1.weight"].shape[1]
+            backbone = backbones.build(config.backbone, channels=channels, image_size=side)
+            backbone.load_state_dict(weights)
+        except (KeyError, IndexError, RuntimeError) as error:
+            raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
         mean, std = config.data.mean or [0.5] * channels, config.data.std or [0.25] * channels
         return cls(backbone, mean, std, side).eval()
 

@@ -253,7 +253,7 @@ def test_krum_says_how_many_updates_it_needs() -> None:
 
 
 def of(rule: str, reference: dict[str, torch.Tensor]) -> Aggregator:
-    return aggregate.make(AggregateOptions(rule), reference)
+    return aggregate.make(AggregateOptions(rule, max_growth=0), reference)
 
 
 @pytest.mark.parametrize("rule", ROBUST)

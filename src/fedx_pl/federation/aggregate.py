@@ -33,7 +33,7 @@ class AggregateOptions:
     trim: float = field(default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"})
     byzantine: int = field(default=1, metadata={"help": "krum: f, how many clients of a round may be bad"})
     max_growth: float = field(
-        default=3.0, metadata={"help": "mean: an update whose weights are this many times as long is refused; 0: any"}
+        default=3.0, metadata={"help": "an update whose weights are this many times as long is refused; 0: any"}
     )
     max_images: int = field(default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"})
     quarantine: int = field(
@@ -73,6 +73,7 @@ class Aggregator:
         """
         self._reference = {name: tensor.detach() for name, tensor in reference.items()}
         self._max_images = max_images
+        self.max_growth = 0.0  # An update whose weights are longer by this factor is refused; 0: none is.
         self.num_images = 0
         self.num_clients = 0
         self.remarks: dict[int, str] = {}  # After `result`: whose update the rule did not take as it was, and how.
@@ -89,7 +90,9 @@ class Aggregator:
             BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite or a variance negative, or
                 ``num_images`` is no number of images. All is as before.
         """
-        self._check(state, num_images)
+        norms = self._check(state, num_images)
+        if self.max_growth and (growth := _length(norms) / self._reference_length) > self.max_growth:
+            raise BadUpdate(f"its weights are {growth:.3g} times as long, aggregate.max_growth={self.max_growth:g}")
         self._take(state, num_images, client)
         self.num_images += num_images
         self.num_clients += 1
@@ -100,6 +103,10 @@ class Aggregator:
             raise ValueError("no update was added")
         self.remarks = {}
         return self._combine()
+
+    @cached_property
+    def _reference_length(self) -> float:
+        return max(_length(self._check(self._reference, 1)), 1e-12)
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         raise NotImplementedError
@@ -153,28 +160,10 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, max_growth: float = 0.0) -> None:
-        """Starts an empty average.
-
-        Args:
-            reference: see `Aggregator`.
-            max_images: see `Aggregator`.
-            max_growth: an update whose weights (without BatchNorm's statistics) are longer than those of the reference
-                by this factor is refused; 0: none is.
-        """
+    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
+        """Starts an empty average; the arguments are those of `Aggregator`."""
         super().__init__(reference, max_images)
-        self._max_growth = max_growth
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
-
-    def _check(self, state: Mapping[str, Tensor], num_images: int) -> dict[str, float]:
-        norms = super()._check(state, num_images)
-        if self._max_growth and (growth := _length(norms) / self._reference_length) > self._max_growth:
-            raise BadUpdate(f"its weights are {growth:.3g} times as long, aggregate.max_growth={self._max_growth:g}")
-        return norms
-
-    @cached_property
-    def _reference_length(self) -> float:
-        return max(_length(super()._check(self._reference, 1)), 1e-12)
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
@@ -199,12 +188,16 @@ def make(options: AggregateOptions, reference: Mapping[str, Tensor]) -> Aggregat
     """The rule of a configuration, for one round that starts from ``reference``."""
     from fedx_pl.federation import robust  # Here: it builds on this module.
 
+    rule: Aggregator
     if options.rule == "clip":
-        return robust.NormClipping(reference, options.clip, options.max_images)
-    if options.rule == "median":
-        return robust.TrimmedMean(reference, robust.MEDIAN, options.max_images)
-    if options.rule == "trimmed":
-        return robust.TrimmedMean(reference, options.trim, options.max_images)
-    if options.rule == "krum":
-        return robust.MultiKrum(reference, options.byzantine, options.max_images)
-    return FedAvg(reference, options.max_images, options.max_growth)
+        rule = robust.NormClipping(reference, options.clip, options.max_images)
+    elif options.rule == "median":
+        rule = robust.TrimmedMean(reference, robust.MEDIAN, options.max_images)
+    elif options.rule == "trimmed":
+        rule = robust.TrimmedMean(reference, options.trim, options.max_images)
+    elif options.rule == "krum":
+        rule = robust.MultiKrum(reference, options.byzantine, options.max_images)
+    else:
+        rule = FedAvg(reference, options.max_images)
+    rule.max_growth = options.max_growth
+    return rule

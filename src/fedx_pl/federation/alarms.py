@@ -8,6 +8,8 @@ from typing import Any
 from fedx_pl.errors import require
 from fedx_pl.federation.client import Update
 
+COLLAPSED = "the encoder has collapsed"
+
 
 @dataclass(frozen=True)
 class HealthOptions:
@@ -38,7 +40,6 @@ class Alarm:
     """Something that people should look at."""
 
     text: str
-    collapse: bool = False
 
 
 def look(
@@ -58,7 +59,7 @@ def look(
         ("uniformity", options.max_uniformity, row.get("uniformity", -math.inf) > options.max_uniformity, "above"),
     ):
         if beyond:
-            found.append(Alarm(f"the encoder has collapsed: {key} is {row[key]:.3g}, {words} {bound:g}", True))
+            found.append(Alarm(f"{COLLAPSED}: {key} is {row[key]:.3g}, {words} {bound:g}"))
     for update in updates:
         first, last = _ends(update)
         if not math.isfinite(last):

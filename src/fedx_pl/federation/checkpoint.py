@@ -56,8 +56,9 @@ class RunState:
     clients: dict[int, ClientRecord] = field(default_factory=dict)
     seconds: float = 0.0
     strikes: dict[int, int] = field(default_factory=dict)  # bad updates in a row, by client
-    events: dict[str, int] = field(default_factory=dict)  # TensorBoard's files and how long they were
+    events: dict[str, int] | None = field(default_factory=dict)  # TensorBoard's files and how long they were
     alarms: list[str] = field(default_factory=list)  # what went wrong, with the round
+    config: str = ""  # hash of the run's configuration
 
     @property
     def best(self) -> int:
@@ -118,11 +119,13 @@ class Checkpoints:
         shutil.rmtree(temporary, ignore_errors=True)
         for name, content in (files | {"SHA256SUMS": sums.encode()}).items():
             write_atomically(temporary / name, content)
+        sync_folder(temporary)
+        if self._clients.is_dir():
+            sync_folder(self._clients)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         sync_folder(self._rounds)
-        if state.best == state.round:
-            self._keep_as_best(folder)
+        self._keep_best(state.best)
         self._clear()
 
     def latest(self, *, mend: bool = True) -> tuple[RunState, State] | None:
@@ -131,18 +134,30 @@ class Checkpoints:
         Args:
             mend: put damaged ones aside; not in somebody else's run.
         """
+        damaged: list[tuple[Path, Exception]] = []
         for folder in reversed(self._committed()):
             try:
                 found = self._read(folder)
-                self._require_clients(found[0])
-                return found
+                if mend:  # For somebody who only looks, the weights are enough.
+                    self._require_clients(found[0])
             except DAMAGED as error:
-                warnings.warn(f"{folder} is damaged ({error}); going on from the round before", stacklevel=2)
-                if not mend:
-                    continue
-                # Out of the way, for people to look at: the round will be written again.
-                shutil.rmtree(aside := folder.with_name(f"damaged_{folder.name}"), ignore_errors=True)
-                folder.rename(aside)
+                damaged.append((folder, error))
+                continue
+            for bad, reason in damaged:
+                warnings.warn(f"{bad} is damaged ({reason}); going on from round {found[0].round}", stacklevel=2)
+                if mend:  # Out of the way, for people to look at: the round will be written again.
+                    shutil.rmtree(aside := bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
+                    bad.rename(aside)
+            if mend:
+                self._keep_best(found[0].best)
+            return found
+        if damaged and mend:
+            raise UserError(
+                f"no checkpoint in {self._rounds} is whole ({damaged[0][0].name}: {damaged[0][1]}); nothing was "
+                f"changed. Put the missing files back, or start anew with run.dir=ANOTHER"
+            )
+        for bad, reason in damaged:
+            warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
         return None
 
     def read(self, round: int) -> tuple[RunState, State]:
@@ -169,7 +184,7 @@ class Checkpoints:
         strikes = {int(client): count for client, count in manifest.get("strikes", {}).items()}  # Not in older runs.
         state = RunState(
             manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"], strikes,
-            manifest.get("events", {}), manifest.get("alarms", []),
+            manifest.get("events"), manifest.get("alarms", []), manifest.get("config", ""),
         )  # fmt: skip
         return state, load(files["global.safetensors"])
 
@@ -180,16 +195,22 @@ class Checkpoints:
             if record.sha256 and (not file.exists() or file.stat().st_size != record.bytes):
                 raise ValueError(f"{file.name} is missing or cut off")
 
-    def _keep_as_best(self, folder: Path) -> None:
-        """Links, not copies: the weights are on the disk once."""
-        best, temporary = self._rounds / "best", self._rounds / ".best.tmp"
+    def _keep_best(self, round: int) -> None:
+        """Keeps a round under another name, by links: the weights are on the disk once."""
+        folder, best, temporary = self._rounds / f"round_{round:05d}", self._rounds / "best", self._rounds / ".best.tmp"
+        try:
+            kept = json.loads((best / "state.json").read_bytes())["round"]
+        except DAMAGED:
+            kept = None
+        if kept == round or not folder.is_dir():
+            return
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             shutil.copytree(folder, temporary, copy_function=os.link)
         except OSError:  # Some file systems have no links.
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(folder, temporary)
-        shutil.rmtree(best, ignore_errors=True)
+        shutil.rmtree(best, ignore_errors=True)  # If this is the end, the next start makes it again from the round.
         os.replace(temporary, best)
 
     def _committed(self) -> list[Path]:
@@ -201,8 +222,11 @@ class Checkpoints:
             shutil.rmtree(folder)
         needed = set()
         for folder in self._committed():
-            records = json.loads((folder / "state.json").read_text())["clients"]
-            needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
+            try:
+                records = json.loads((folder / "state.json").read_text())["clients"]
+                needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
+            except DAMAGED:
+                return  # Who knows what it needs.
         for file in self._clients.glob("*.safetensors"):
             if file not in needed:
                 file.unlink()

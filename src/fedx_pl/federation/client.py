@@ -2,10 +2,11 @@
 
 import logging
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -58,6 +59,7 @@ class Update:
     loss_names: tuple[str, ...]
     images_seen: int
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # that it took
 
 
 class LocalTrainer:
@@ -101,6 +103,7 @@ class LocalTrainer:
 
     def run(self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None) -> Update:
         """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
+        started = time.perf_counter()
         seed = derive(context.seed, "train", context.round, client)
         torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
         self._receive(context, memory)
@@ -115,7 +118,7 @@ class LocalTrainer:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
         self.model.on_round_end()
-        return self._update(context, client, data, before)
+        return replace(self._update(context, client, data, before), seconds=time.perf_counter() - started)
 
     def _trainer(self, epochs: int) -> pl.Trainer:
         return pl.Trainer(

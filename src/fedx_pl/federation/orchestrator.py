@@ -17,7 +17,7 @@ from safetensors.torch import save
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, engines, regularizers
 from fedx_pl.federation.aggregate import Aggregator, BadUpdate
-from fedx_pl.federation.alarms import Alarm, look
+from fedx_pl.federation.alarms import COLLAPSED, Alarm, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.engines import Engine, Lost, Watcher
@@ -109,11 +109,11 @@ class Orchestrator:
             ) as writer,
         ):
             self._introduce(writer)
+            self._stop_if_collapsed()
             for round in range(self.state.round + 1, config.federation.rounds + 1):
                 started = time.perf_counter()
                 # (1) Choose the clients and freeze what they all start from.
-                away = self._quarantined(engine)
-                chosen = [client for client in engine.choose(round) if client not in away]
+                chosen = engine.choose(round, away=self._quarantined(engine))
                 context = RoundContext(
                     round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
                     config.federation.batchnorm,
@@ -132,7 +132,9 @@ class Orchestrator:
                 self._log(writer, row, found.updates, alarms)
                 self._commit(row, found, writer.lengths(), alarms)
                 self.display.row(row)
-                self._raise(round, alarms)
+                for alarm in alarms:
+                    self.display.note(f"round {round}: {alarm.text}")
+                self._stop_if_collapsed()
             self._finish()
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds, self.state.alarms)
 
@@ -144,7 +146,6 @@ class Orchestrator:
             found.average.add(state, update.num_images, update.client)
             found.keep(update, record)
         waiting = [client for client in chosen if client not in found.records]
-        before = time.perf_counter()
         for outcome in engine.run(context, waiting, self._memory_of) if waiting else ():
             try:
                 if isinstance(outcome, Lost):
@@ -156,10 +157,9 @@ class Orchestrator:
                 found.bad += [outcome.client] if not isinstance(outcome, Lost) or outcome.fault else []
             else:
                 record = self.checkpoints.save_client(outcome)
-                self.pending.save(round, outcome, record, time.perf_counter() - before)
+                self.pending.save(round, outcome, record)
                 found.keep(outcome, record)
             self.display.client(round, len(found.updates), len(chosen))
-            before = time.perf_counter()
         found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
         return found
 
@@ -191,6 +191,7 @@ class Orchestrator:
             strikes,
             events,
             [*self.state.alarms, *(f"round {row['round']}: {alarm.text}" for alarm in alarms)],
+            self.plan.config.hash,
         )
         self.checkpoints.commit(self.state, self.global_state)
         self.pending.clear()
@@ -218,11 +219,11 @@ class Orchestrator:
 
             plots.curves(self.state.rows, self.state.untrained).savefig(self.folder / "accuracy.png")
 
-    def _raise(self, round: int, alarms: list[Alarm]) -> None:
-        """Shows what is wrong, and stops if the user wants it so; the round is saved."""
-        for alarm in alarms:
-            self.display.note(f"round {round}: {alarm.text}")
-        if self.plan.config.health.on_collapse == "stop" and any(alarm.collapse for alarm in alarms):
+    def _stop_if_collapsed(self) -> None:
+        """After a round that is saved, and before a run goes on from it; the last round ends the run in any case."""
+        round, config = self.state.round, self.plan.config
+        collapsed = any(alarm.startswith(f"round {round}: {COLLAPSED}") for alarm in self.state.alarms)
+        if config.health.on_collapse == "stop" and collapsed and round < config.federation.rounds:
             raise UserError(
                 f"stopped after round {round}: the encoder has collapsed (on_collapse=stop); the run is saved in "
                 f"{self.folder}, and on_collapse=warn goes on"

@@ -38,17 +38,16 @@ class Pending:
         self._folder = folder / "pending"
         self._journal = self._folder / "journal.jsonl"
 
-    def save(self, round: int, update: Update, record: ClientRecord, seconds: float) -> None:
+    def save(self, round: int, update: Update, record: ClientRecord) -> None:
         """Keeps an update, if it is cheaper to save than to train again.
 
         Args:
             round: that it belongs to.
             update: with its weights.
             record: of the client's private state, which is saved already.
-            seconds: that its training took.
         """
         size = sum(tensor.numel() * tensor.element_size() for tensor in update.state.values())
-        if seconds < WORTH * size / BYTES_PER_SECOND:
+        if update.seconds < WORTH * size / BYTES_PER_SECOND:
             return
         tensors = {_STATE + name: tensor for name, tensor in update.state.items()} | {_LOSSES: update.losses}
         content = save(contiguous(tensors))
@@ -65,11 +64,11 @@ class Pending:
             journal.write(json.dumps(line) + "\n")
 
     def load(self, round: int) -> Iterator[tuple[Update, ClientRecord]]:
-        """The updates of a round that are whole, in the order they were saved."""
-        for line in self._lines():
+        """The updates of a round that are whole, in the order they were saved, each client's once."""
+        lines = {line.get("client"): line for line in self._lines() if line.get("round") == round}
+        for line in lines.values():
             try:
-                if line["round"] == round:
-                    yield self._read(line)
+                yield self._read(line)
             except DAMAGED:
                 continue  # Torn by a power loss: this client trains again.
 
@@ -96,9 +95,11 @@ class Pending:
             return
         for line in text.splitlines():
             try:
-                yield json.loads(line)
+                found = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(found, dict) and isinstance(found.get("client"), int):
+                yield found
 
     def _file(self, client: int) -> Path:
         return self._folder / f"{client:05d}.safetensors"

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from safetensors.torch import load_file, save
 
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.checkpoint import Checkpoints, RunState, contiguous
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import clear_unfinished, lock, write_atomically
 from fedx_pl.methods.base import State
+
+FORK = "fork.safetensors"  # what a forked run began with
 
 
 def open_run(
@@ -45,25 +48,38 @@ def open_run(
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         clear_unfinished(folder)
-        write_atomically(file, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error}); type run.dir=ANOTHER") from error
-    if plan.clients:  # Real sites keep to themselves which images they own.
-        split, options = folder / "split.json", config.content()["partition"]
-        partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
-    _require_space(plan, folder)
-    found = checkpoints.latest()
+    try:
+        found = checkpoints.latest()
+        if found is None or found[0].round < config.federation.rounds:
+            _require_space(plan, folder)
+        if found is not None and found[0].config not in ("", config.hash):
+            raise UserError(f"the newest checkpoint in {folder} is of another run; type run.dir=ANOTHER")
+        first = None if found else _first_state(plan, folder, note)
+        write_atomically(file, config.to_yaml().encode())
+        if plan.clients:  # Real sites keep to themselves which images they own.
+            split, options = folder / "split.json", config.content()["partition"]
+            partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
+        if first is not None and config.fork:  # The other run may move on before this one has a checkpoint of its own.
+            write_atomically(folder / FORK, save(contiguous(first)))
+    except BaseException:
+        held.close()
+        raise
     if found is None:
-        return held, (RunState(), _first_state(plan, note))
+        assert first is not None
+        return held, (RunState(), first)
     note(f"going on after round {found[0].round} of {config.federation.rounds}, from {folder}")
     return held, found
 
 
-def _first_state(plan: Plan, note: Callable[[str], None]) -> State:
+def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State:
     """Freshly made weights, or those of the run that this one forks."""
     first, fork = plan.first_state(), plan.config.fork
     if not fork:
         return first
+    if (folder / FORK).exists():
+        return load_file(folder / FORK)
     found = Checkpoints(Path(fork)).latest(mend=False)
     if found is None:
         raise UserError(f"fork={fork} holds no checkpoint; it must be the folder of a run")
@@ -81,8 +97,9 @@ def _require_space(plan: Plan, folder: Path) -> None:
         for state in (plan.first_state(), plan.model.kept_tensors())
     )
     # Kept rounds, the best and the one being written; pending updates; two private states of each client; the rest.
-    clients = len(plan.clients)
-    needed = weights * (plan.config.run.keep + 2 + plan.clients_per_round) + 2 * private * clients + 50e6
+    pending = plan.clients_per_round if plan.clients else plan.config.federation.clients
+    needed = weights * (plan.config.run.keep + 2 + pending) + 2 * private * len(plan.clients) + 50e6
+    needed -= sum(file.stat().st_size for file in folder.rglob("*.safetensors"))  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
             f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "

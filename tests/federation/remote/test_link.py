@@ -19,8 +19,9 @@ pytest.importorskip("flwr")
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedx_pl.cli import main
 from fedx_pl.errors import UserError
-from fedx_pl.federation.remote import keys, link, node, wire
+from fedx_pl.federation.remote import commands, keys, link, node, wire
 from fedx_pl.federation.remote.link import Link, Reply
 from fedx_pl.federation.remote.node import Node, Refused, Unreachable, WrongCertificate
 from fedx_pl.federation.remote.wire import Content
@@ -199,6 +200,24 @@ def test_plaintext_is_refused(coordinator: Link, made: Path, port: int) -> None:
         plain.sendall(b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         plain.settimeout(10)
         assert not plain.recv(100).startswith(b"HTTP/1.1 2")
+    assert coordinator.sites() == []
+
+
+def test_the_command_of_a_site_that_is_not_let_in_ends_and_tells_why(
+    coordinator: Link, made: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(commands, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    keys.make(tmp_path / "keys", "localhost", port, ["stranger"])
+    words = ["federate", "client", "--data", str(tmp_path), "--keys", str(tmp_path / "keys" / "sites" / "stranger")]
+    assert main(words) == 2
+    assert f"localhost:{port} is not the coordinator of this site's keys: its certificate" in capsys.readouterr().err
+    (tmp_path / "keys" / "sites" / "stranger" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"the coordinator at localhost:{port} refuses this site" in error
+    assert "ask there for this site's key in KEYS/server/sites, and see that this machine's clock is right" in error
     assert coordinator.sites() == []
 
 

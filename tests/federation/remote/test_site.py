@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fedx_pl.config import Config, compose
 from fedx_pl.federation.client import ClientMemory, LocalTrainer
 from fedx_pl.federation.remote import wire
-from fedx_pl.federation.remote.site import Memories, Site, offer
+from fedx_pl.federation.remote.site import KEPT_ROUNDS, Memories, Site, offer
 from fedx_pl.federation.remote.wire import Content
 from fedx_pl.methods.base import State
 
@@ -278,17 +278,18 @@ def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
     assert parts.same(found, {"target": torch.full((2, 3), 2.0)})
 
 
-def test_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
-    """Round 3 was trained, but its update was lost: the coordinator asks from round 2 again, and may do so twice."""
-    kept = Memories(tmp_path)
-    for round in (1, 2, 3):
+def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
+    """The newest was trained, but its update was lost: the coordinator asks for the one before, and may do so twice."""
+    kept, newest = Memories(tmp_path), KEPT_ROUNDS + 3
+    for round in range(1, newest + 1):
         kept.save(memory(round))
-    assert kept.load(2) is not None
-    assert sorted(file.stem for file in tmp_path.glob("*.safetensors")) == ["round_00002", "round_00003"]
-    kept.save(memory(3))
-    assert json.loads((tmp_path / "memory.json").read_text()).keys() == {"2", "3"}
-    assert kept.load(2) is not None
-    assert kept.load(3) is not None
+    assert kept.load(newest - 1) is not None
+    left = [f"round_{round:05d}" for round in range(2, newest + 1)]  # From KEPT_ROUNDS before the one asked for.
+    assert sorted(file.stem for file in tmp_path.glob("*.safetensors")) == left
+    kept.save(memory(newest))
+    assert len(json.loads((tmp_path / "memory.json").read_text())) == len(left)
+    assert kept.load(newest - 1) is not None
+    assert kept.load(newest) is not None
     assert kept.load(1) is None
 
 

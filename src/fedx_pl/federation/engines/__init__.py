@@ -1,4 +1,4 @@
-"""Where a round's clients train: in this process, or on the workers of a Ray cluster.
+"""Where a round's clients train: in this process, on the workers of a Ray cluster, or at real sites over Flower.
 
 An engine gets the round's frozen context and the list of clients, and yields what they give back as they finish. It
 decides where a client trains, never what it computes: the same seed gives the same global weights on each. All else

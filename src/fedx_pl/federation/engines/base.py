@@ -69,9 +69,9 @@ class Engine:
         """
         self.plan, self.watcher = plan, watcher
 
-    def choose(self, round: int) -> list[int]:
-        """Who trains in a round."""
-        return self.plan.choose_clients(round)
+    def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
+        """Who trains in a round; those who are ``away``, in quarantine, do not, and nobody takes their place."""
+        return [client for client in self.plan.choose_clients(round) if client not in away]
 
     def name_of(self, client: int) -> str:
         """A client's name for people."""

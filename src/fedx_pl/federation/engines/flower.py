@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # Flower is not needed to read this module.
     from fedx_pl.federation.remote.link import Link, Reply
 
 POLL_SECONDS = 0.3
+MOST_NAMES = 100
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 # What a row of metrics.csv has of the coordinator's own; a site that tells these would overwrite them.
 _OWN = {"round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds", "round_seconds", "epsilon"}
@@ -52,7 +53,8 @@ class Asked:
     content: Content
     guest: Guest
     memory: ClientMemory | None
-    until: float = field(default=0.0)
+    since: float
+    until: float
 
 
 class FlowerEngine(Engine):
@@ -77,6 +79,7 @@ class FlowerEngine(Engine):
         self.guests: dict[str, Guest] = {}  # by name
         self._greeted: dict[tuple[int, str], str] = {}  # (node, since) -> message; "" once answered or refused
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
+        self._told: set[str] = set()  # names of losses and metrics: each becomes a column and a curve
         self._started = False
 
     def name_of(self, client: int) -> str:
@@ -85,25 +88,26 @@ class FlowerEngine(Engine):
 
     # --- who is there -------------------------------------------------------------------------------------------------
 
-    def choose(self, round: int) -> list[int]:
+    def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
         """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
         federation = self.plan.config.federation
         wanted = federation.min_clients if self._started else federation.clients
         give_up, told = time.monotonic() + self.wait, -1
         while True:
             self._greet()
-            there = len(self.guests)
+            able = sorted(self.guests.keys() - {self.book.name_of(client) for client in away})
+            there = len(able)
             enough = there >= wanted or (time.monotonic() > give_up and there >= federation.min_clients)
             if enough:
                 break
             if there != told:
-                names = ", ".join(sorted(self.guests)) or "none"
+                names = ", ".join(able) or "none"
                 self.watcher.note(f"round {round} waits for {wanted} sites; there now: {names}")
                 told = there
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        present = np.array(sorted([self.book.client_of(name) for name in sorted(self.guests)]))
+        present = np.array(sorted([self.book.client_of(name) for name in able]))
         share = max(int(federation.fraction * federation.clients + 0.5), federation.min_clients, 1)
         draw = np.random.default_rng(derive(self.plan.config.seed, "clients", round))
         chosen = draw.choice(len(present), size=min(share, len(present)), replace=False)
@@ -172,7 +176,8 @@ class FlowerEngine(Engine):
         }
         content = Content(meta, context.global_state)
         message = self.link.send(guest.node, wire.TRAIN, content, self.timeout)
-        return Asked(client, message, content, guest, memory, time.monotonic() + self.timeout)
+        now = time.monotonic()
+        return Asked(client, message, content, guest, memory, now, now + self.timeout)
 
     def _look_after(self, asked: dict[str, Asked]) -> Iterator[Lost]:
         """Asks a site again that was away for a moment, and gives up those that are gone or silent for too long."""
@@ -222,9 +227,13 @@ class FlowerEngine(Engine):
             own = [name for name in metrics if name in (*_OWN, *asked) or name.startswith(_OWN_KINDS)]
             if own := [name for name in own if name != "loss_scale"]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
+            if len(self._told | losses.keys() | metrics.keys()) > MOST_NAMES:
+                raise BadMessage("it tells too many different numbers")
+            self._told |= losses.keys() | metrics.keys()
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)
-        return Update(one.client, images, state, memory, table, names, seen, metrics)
+        seconds = time.monotonic() - one.since
+        return Update(one.client, images, state, memory, table, names, seen, metrics, seconds)
 
     def close(self) -> None:
         """Ends the link; sites see it and wait for the next coordinator."""

@@ -40,13 +40,18 @@ PATIENCE_SECONDS = 30.0
 def make_keys(options: argparse.Namespace) -> None:
     """Certificates and keys."""
     names = [name.strip() for name in options.sites.split(",") if name.strip()]
-    host = options.host or socket.getfqdn()
+    host = options.host or keys.known_host(options.out) or socket.getfqdn()
     for line in keys.make(options.out, host, options.port, names):
         print(line)
 
 
 def server(options: argparse.Namespace) -> None:
-    """Coordinates the rounds."""
+    """Coordinates the rounds; a signal of the cluster ends it well."""
+    with stopped_by_signals():
+        _coordinate(options)
+
+
+def _coordinate(options: argparse.Namespace) -> None:
     config = _server_config(options)
     require("--port", options.port, 0 < options.port < 2**16, "--port 8000")
     require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
@@ -65,14 +70,18 @@ def server(options: argparse.Namespace) -> None:
     def make_engine(plan: Plan, watcher: Watcher) -> FlowerEngine:
         link = Link(plan.config.run_folder / "flower", options.host, options.port, known)
         watcher.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
-        engine = FlowerEngine(
-            plan, watcher, link, site.offer(config, channels, side), wait=options.wait, timeout=options.timeout
-        )
+        try:
+            engine = FlowerEngine(
+                plan, watcher, link, site.offer(config, channels, side), wait=options.wait, timeout=options.timeout
+            )
+        except BaseException:
+            link.close()
+            raise
         if known is not None:
             engine.book.expect(sorted(known.sites))
         return engine
 
-    with stopped_by_signals(), terminal.Terminal(console, config.federation.rounds) as display:
+    with terminal.Terminal(console, config.federation.rounds) as display:
         result = Orchestrator(plan, display, make_engine).run()
     terminal.summary(result, console)
 
@@ -82,7 +91,7 @@ def client(options: argparse.Namespace) -> None:
     own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
-            f"{other[0]} is the coordinator's to set; a site has run.* and data.* keys, e.g. run.device=cpu"
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.* and privacy.* keys, e.g. run.device=cpu"
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")

@@ -82,6 +82,12 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
     return lines
 
 
+def known_host(folder: Path) -> str:
+    """By which sites reach the coordinator, as said when its certificate was made; empty if there is none."""
+    file = folder / "server" / "server.crt"
+    return _names(x509.load_pem_x509_certificate(file.read_bytes()))[0] if file.exists() else ""
+
+
 def load_site(folder: Path) -> SiteKeys:
     """Reads a site's folder."""
     try:
@@ -146,10 +152,13 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
 def _server(folder: Path, host: str, authority: ec.EllipticCurvePrivateKey, ca: x509.Certificate) -> None:
     file = folder / "server.crt"
     write_atomically(folder / "ca.crt", _pem(ca))
-    if file.exists() and host in _names(x509.load_pem_x509_certificate(file.read_bytes())):
+    before = _names(x509.load_pem_x509_certificate(file.read_bytes())) if file.exists() else []
+    if host in before:
         return
     private = ec.generate_private_key(ec.SECP384R1())
-    names = x509.SubjectAlternativeName([_general_name(one) for one in dict.fromkeys([host, "localhost", "127.0.0.1"])])
+    names = x509.SubjectAlternativeName(
+        [_general_name(one) for one in dict.fromkeys([*before, host, "localhost", "127.0.0.1"])]
+    )
     builder = _certificate(_name(host), ca.subject, private).add_extension(names, False)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     certificate = builder.add_extension(identifier, False).sign(authority, hashes.SHA384())
@@ -185,9 +194,9 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _names(certificate: x509.Certificate) -> set[str]:
+def _names(certificate: x509.Certificate) -> list[str]:
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return {str(name.value) for name in names}
+    return [str(name.value) for name in names]
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -9,6 +9,7 @@ update. So a round that is repeated, or an update that was lost or dropped, leav
 
 import hashlib
 import json
+import math
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation import plan as planning
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
-from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.privacy import PrivacyOptions, epsilon
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.wire import BadMessage, Content
 from fedx_pl.files import write_atomically
@@ -39,6 +40,7 @@ SHARED = (
     "seed", "augment", "backbone", "method", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
 )  # fmt: skip
 HEALTH_IMAGES = 512
+KEPT_ROUNDS = 3
 
 
 def offer(config: Config, channels: int, side: int) -> dict[str, Any]:
@@ -151,14 +153,29 @@ class Site:
             config.federation.batchnorm,
         )  # fmt: skip
         _require_same(content.tensors, self.plan.first_state())
+        self._require_budget()
         memory, found = self._memory(meta)
         data = self.plan.client_data(client, number, self.rows)
         self.report(f"round {number}: training")
         update = self.trainer.run(context, client, data, memory)
         self.memories.save(update.memory)
+        self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.losses[:, 0].mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state)
+
+    def _require_budget(self) -> None:
+        """Every answer is a release, also one to a round that is asked for twice."""
+        own, noise = self.own.privacy, self.plan.config.privacy.noise
+        if not own.max_epsilon:
+            return
+        answers = self.memories.answers() + 1
+        spent = epsilon(noise, answers, own.delta) if noise else math.inf
+        if spent > own.max_epsilon:
+            raise UserError(
+                f"answer {answers} would spend epsilon={spent:.2f}, this site allows privacy.max_epsilon="
+                f"{own.max_epsilon:g}"
+            )
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
         """What this site remembers of the round that the coordinator names, and whether it has found it."""
@@ -208,9 +225,12 @@ class Memories:
             half.unlink()
 
     def load(self, round: int) -> State | None:
-        """The private tensors after a round, or None if they are not here; forgets older ones."""
+        """The private tensors after a round, or None if they are not here; forgets much older ones.
+
+        A coordinator whose newest checkpoint is damaged goes back by a round or two.
+        """
         records = self._records()
-        for old in [number for number in records if number < round]:
+        for old in [number for number in records if number < round - KEPT_ROUNDS]:
             (self.folder / _file_name(old)).unlink(missing_ok=True)
             del records[old]
         file = self.folder / _file_name(round)
@@ -226,6 +246,17 @@ class Memories:
         records = self._records() | {memory.last_round: hashlib.sha256(content).hexdigest()}
         kept = {str(round): sha for round, sha in records.items() if (self.folder / _file_name(round)).exists()}
         write_atomically(self._file, json.dumps(kept, indent=1).encode())
+
+    def answers(self) -> int:
+        """Updates that this site has made in the run."""
+        try:
+            return int((self.folder / "answers").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def count_answer(self) -> None:
+        """One more, before it leaves."""
+        write_atomically(self.folder / "answers", str(self.answers() + 1).encode())
 
     def _records(self) -> dict[int, str]:
         try:
