@@ -87,6 +87,7 @@ def plan() -> Plan:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)
 
 
 class Trial:
@@ -387,6 +388,41 @@ def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
     assert trial.link.sent[3][2].meta == trial.link.sent[1][2].meta
     assert "site a was away and is asked again" in trial.notes
     assert list(step) == []
+
+
+def test_a_site_that_connects_anew_is_not_there_for_a_moment(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old connection has ended, its new one has not begun: its message is answered by the SuperLink, for it."""
+    monkeypatch.setattr(flower, "GRACE_SECONDS", 60.0)
+    trial.link.join(0, Fake("a"))
+    trial.engine.choose(1)
+    send, sites, looks = trial.link.send, trial.link.sites, []
+
+    def leave(*words: Any) -> str:
+        if words[1] == wire.TRAIN and not looks:
+            del trial.link.here[0]
+        return send(*words)
+
+    def come_back() -> list[Seen]:
+        looks.append(1)
+        if len(looks) == 3:
+            trial.link.join(0, Fake("a"), since="2")
+        return sites()
+
+    monkeypatch.setattr(trial.link, "send", leave)
+    monkeypatch.setattr(trial.link, "sites", come_back)
+    (found,) = trial.run([0])
+    assert isinstance(found, Update)
+    assert "site a was away and is asked again" in trial.notes
+
+
+def test_an_upload_that_broke_off_is_given_up(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site is there, as far as anyone knows, and its answer will never come."""
+    trial.link.join(0, Fake("a"))
+    trial.engine.choose(1)
+    monkeypatch.setattr(
+        trial.link, "receive", lambda messages: [Reply(messages[0], None, "its upload broke off", offline=True)]
+    )
+    assert trial.run([0]) == [Lost(0, wire.GONE)]
 
 
 def test_a_silent_site_is_given_up_after_the_timeout(plan: Plan, tmp_path: Path) -> None:

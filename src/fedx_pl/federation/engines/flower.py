@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # Flower is not needed to read this module.
     from fedx_pl.federation.remote.link import Link, Reply
 
 POLL_SECONDS = 0.3
+GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
 MOST_NAMES = 100
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 # What a row of metrics.csv has of the coordinator's own; a site that tells these would overwrite them.
@@ -55,6 +56,7 @@ class Asked:
     memory: ClientMemory | None
     since: float
     until: float
+    gone: float = 0.0  # since when it has not been there
 
 
 class FlowerEngine(Engine):
@@ -157,6 +159,9 @@ class FlowerEngine(Engine):
             self.watcher.working(self.name_of(client), client)
         while asked:
             for reply in self.link.receive(list(asked)):
+                if reply.offline:
+                    asked[reply.message].gone = asked[reply.message].gone or time.monotonic()
+                    continue
                 one = asked.pop(reply.message)
                 self.watcher.working(self.name_of(one.client), None)
                 yield self._outcome(one, reply)
@@ -183,17 +188,19 @@ class FlowerEngine(Engine):
         """Asks a site again that was away for a moment, and gives up those that are gone or silent for too long."""
         online = {site.node: site.since for site in self.link.sites()}
         for message, one in list(asked.items()):
-            since = online.get(one.guest.node)
-            if since is None:
-                yield self._lose(asked, message, wire.GONE)
-            elif time.monotonic() > one.until:
+            since, now = online.get(one.guest.node), time.monotonic()
+            if now > one.until:
                 yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s")
+            elif since is None or (one.gone and since == one.guest.since):
+                one.gone = one.gone or now
+                if now > one.gone + GRACE_SECONDS:
+                    yield self._lose(asked, message, wire.GONE)
             elif since != one.guest.since:
                 self._greet()  # It has restarted, and must be told the run again.
                 if (guest := self.guests.get(one.guest.name)) is not None:
                     del asked[message]
                     again = self.link.send(guest.node, wire.TRAIN, one.content, self.timeout)
-                    asked[again] = replace(one, message=again, guest=guest)
+                    asked[again] = replace(one, message=again, guest=guest, gone=0.0)
                     self.watcher.note(f"{self.name_of(one.client)} was away and is asked again")
 
     def _lose(self, asked: dict[str, Asked], message: str, reason: str) -> Lost:
@@ -203,7 +210,7 @@ class FlowerEngine(Engine):
 
     def _outcome(self, one: Asked, reply: "Reply") -> Update | Lost:
         if reply.content is None:
-            return Lost(one.client, reply.error, fault=not reply.offline)
+            return Lost(one.client, reply.error, fault=True)
         meta = reply.content.meta
         try:
             if "error" in meta:
