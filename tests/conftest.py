@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 import tarfile
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
 torch.set_num_threads(1)
+# A job that a shell started in the background ignores Ctrl-C, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TRAIN, TEST = 240, 60
 

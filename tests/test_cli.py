@@ -163,8 +163,6 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A job that a shell started in the background ignores Ctrl-C, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 90

@@ -298,8 +298,6 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     running = subprocess.Popen(
         [*command, f"run.dir={folder}"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
-        # A job that a shell started in the background ignores Ctrl-C, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         wait_for(lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None, seconds=400)

@@ -105,8 +105,6 @@ class Process:
                 stderr=output,
                 cwd=log.parent,
                 env=environment,
-                # A job that a shell started in the background ignores Ctrl-C, and so would its children.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.id, self._seen = self._process.pid, 0
 

@@ -1,9 +1,8 @@
-"""The coordinator's engine against sites in this process: the same numbers as a simulation, and what sites may do."""
+"""The coordinator's engine against sites in this process: the same numbers as a simulation, and who takes part."""
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,75 +12,24 @@ import torch
 
 pytest.importorskip("cryptography")
 
+from memory_federation import Answer, Fake, MemoryLink, Trial
+
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
-from fedx_pl.federation.engines import Lost, flower
+from fedx_pl.federation.engines import flower
 from fedx_pl.federation.engines.flower import FlowerEngine, SiteBook
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.commands import coordinator_plan
-from fedx_pl.federation.remote.link import Reply, Seen
+from fedx_pl.federation.remote.link import Reply
 from fedx_pl.federation.remote.site import Site, offer
 from fedx_pl.federation.remote.wire import Content
-
-Answer = Callable[[str, Content], Content | None]
-
-
-class MemoryLink:
-    """Calls sites instead of sending to them; messages are packed and read as on a wire."""
-
-    def __init__(self) -> None:
-        self.here: dict[int, tuple[Seen, Answer]] = {}
-        self.sent: list[tuple[int, str, Content]] = []
-
-    def join(self, node: int, answer: Answer, *, key: str = "", since: str = "1") -> None:
-        self.here[node] = Seen(node, key, since), answer
-
-    def sites(self) -> list[Seen]:
-        return [seen for seen, _ in self.here.values()]
-
-    def send(self, node: int, kind: str, content: Content, seconds: float) -> str:
-        self.sent.append((node, kind, wire.unpack(*wire.pack(content))))
-        return str(len(self.sent) - 1)
-
-    def receive(self, messages: list[str]) -> Iterator[Reply]:
-        for message in messages:
-            node, kind, content = self.sent[int(message)]
-            if node not in self.here:
-                yield Reply(message, None, "Error: Node Unavailable", offline=True)
-            elif (found := self.here[node][1](kind, content)) is not None:
-                yield Reply(message, wire.unpack(*wire.pack(found)))
-
-    def close(self) -> None:
-        self.here.clear()
-
-
-class Fake:
-    """A site that does not train: it gives back the weights it got, and what else a test wants."""
-
-    def __init__(self, name: str, **changed: Any) -> None:
-        self.name, self.changed, self.deaf = name, changed, False
-
-    def __call__(self, kind: str, content: Content) -> Content | None:
-        if self.deaf and kind == wire.TRAIN:
-            return None
-        if kind == wire.HELLO:
-            return Content({"site": self.name, "images": 10}, {})
-        told = {"site": self.name, "images": 10, "seen": 10, "steps": content.meta["steps"] + 2, "remembered": True}
-        return Content(told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed, content.tensors)
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts.make_images(tmp_path_factory.mktemp("sites"), {"a": 24, "b": 17, "c": 32})
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    """A coordinator's plan for three sites."""
-    return coordinator_plan(compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4"]), lambda line: None)
 
 
 @pytest.fixture(autouse=True)
@@ -90,29 +38,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)
 
 
-class Trial:
-    """An engine with its link, what it noted, and a round to run."""
-
-    def __init__(self, plan: Plan, folder: Path, *words: str, wait: float = 0.02, timeout: float = 5.0) -> None:
-        config = compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4", f"run.dir={folder}", *words])
-        self.plan = replace(plan, config=config)
-        self.watching, self.link = parts.Watching(), MemoryLink()
-        self.engine = FlowerEngine(
-            self.plan, self.watching, self.link, offer(config, 3, 16), wait=wait, timeout=timeout
-        )  # type: ignore[arg-type]
-
-    @property
-    def notes(self) -> str:
-        return "\n".join(self.watching.notes)
-
-    def run(self, clients: list[int], memory: ClientMemory | None = None, round: int = 1) -> list[Update | Lost]:
-        context = RoundContext(round, 4, 1, 0, {"w": torch.arange(3.0)}, "average")
-        return list(self.engine.run(context, clients, lambda client: memory))
-
-
 @pytest.fixture
-def trial(plan: Plan, tmp_path: Path) -> Trial:
-    return Trial(plan, tmp_path / "run")
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tmp_path / "run")
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -200,13 +128,13 @@ def test_a_bad_update_is_dropped_by_name_and_the_others_make_the_round(
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
-def test_sites_are_numbered_by_name_and_keep_their_numbers(plan: Plan, trial: Trial, tmp_path: Path) -> None:
+def test_sites_are_numbered_by_name_and_keep_their_numbers(trial: Trial, tmp_path: Path) -> None:
     for node, name in enumerate(("m", "z", "k")):
         trial.link.join(node, Fake(name))
     assert trial.engine.choose(1) == [0, 1, 2]
     assert [trial.engine.name_of(client) for client in (0, 1, 2)] == ["site k", "site m", "site z"]
 
-    again = Trial(plan, tmp_path / "run", "federation.clients=4")  # Another process of the same run, and a new site.
+    again = Trial(tmp_path / "run", "federation.clients=4")  # Another process of the same run, and a new site.
     for node, name in enumerate(("z", "a", "m", "k")):
         again.link.join(node, Fake(name))
     assert again.engine.choose(2) == [0, 1, 2, 3]
@@ -234,8 +162,8 @@ def test_a_damaged_book_of_sites_is_not_begun_anew(tmp_path: Path, content: str)
     assert (tmp_path / "federation.json").read_text() == content
 
 
-def test_the_first_round_waits_for_all_and_later_ones_for_enough(plan: Plan, tmp_path: Path) -> None:
-    trial = Trial(plan, tmp_path / "run", "federation.min_clients=2", wait=0.1)
+def test_the_first_round_waits_for_all_and_later_ones_for_enough(tmp_path: Path) -> None:
+    trial = Trial(tmp_path / "run", "federation.min_clients=2", wait=0.1)
     trial.link.join(0, Fake("a"))
     trial.link.join(1, Fake("b"))
     assert trial.engine.choose(1) == [0, 1]  # After --wait seconds.
@@ -244,12 +172,12 @@ def test_the_first_round_waits_for_all_and_later_ones_for_enough(plan: Plan, tmp
     assert trial.engine.choose(2) == [0, 1]  # At once.
 
 
-def test_a_share_of_the_sites_trains(plan: Plan, tmp_path: Path) -> None:
+def test_a_share_of_the_sites_trains(tmp_path: Path) -> None:
     """Half of six: three, drawn anew in each round, the same ones for the same seed."""
     words = ("federation.clients=6", "federation.fraction=0.5")
     chosen = []
     for folder in ("one", "two"):
-        trial = Trial(plan, tmp_path / folder, *words)
+        trial = Trial(tmp_path / folder, *words)
         for node in range(6):
             trial.link.join(node, Fake(f"site-{node}"))
         chosen.append([trial.engine.choose(round) for round in range(1, 9)])
@@ -329,185 +257,3 @@ def test_a_greeting_that_got_lost_is_sent_again(trial: Trial, monkeypatch: pytes
     assert trial.engine.choose(1) == [0]
     assert "cannot take part" not in trial.notes
     assert len(trial.link.sent) == 2
-
-
-# --- a round ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_site_is_told_what_the_coordinator_remembers_of_it(trial: Trial) -> None:
-    trial.link.join(0, Fake("a"))
-    trial.engine.choose(1)
-    (found,) = trial.run([0], ClientMemory({}, last_round=2, steps=6, epochs=2), round=3)
-    (_, kind, content) = trial.link.sent[-1]
-    assert kind == wire.TRAIN
-    run = trial.engine.book.run
-    numbers = {"round": 3, "client": 0, "last_round": 2, "steps": 6, "epochs": 2}
-    assert content.meta == {"run": run, "health": True} | numbers
-    assert isinstance(found, Update)
-    assert found.memory == ClientMemory({}, last_round=3, steps=8, epochs=3)
-    assert (found.client, found.num_images, found.images_seen) == (0, 10, 10)
-    assert found.loss_names == ("total", "term")
-    assert found.losses.tolist() == [[1.0, 0.5]]
-    assert parts.same(found.state, {"w": torch.arange(3.0)})
-
-
-def test_a_site_that_is_gone_is_lost_without_fault(trial: Trial) -> None:
-    gone = Fake("a")
-    trial.link.join(0, gone)
-    trial.link.join(1, Fake("b"))
-    trial.engine.choose(1)
-    gone.deaf = True
-    rounds = trial.engine.run(RoundContext(1, 4, 1, 0, {"w": torch.ones(1)}, "average"), [0, 1], lambda client: None)
-    assert isinstance(next(rounds), Update)  # b, while a is silent
-    del trial.link.here[0]
-    (lost,) = list(rounds)
-    assert isinstance(lost, Lost)
-    assert (lost.client, lost.fault) == (0, False)
-    trial.link.join(0, Fake("a"), since="2")
-    assert trial.engine.choose(2) == [0, 1]  # And welcome in the next round.
-
-
-def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
-    """It was killed while it trained, and is back before its absence was noticed: its connection has another start."""
-    killed = Fake("a")
-    trial.link.join(0, killed)
-    trial.engine.choose(1)
-    killed.deaf = True
-    rounds = trial.engine.run(RoundContext(1, 4, 1, 0, {"w": torch.ones(1)}, "average"), [0], lambda client: None)
-    step = iter(rounds)
-    sites = trial.link.sites
-
-    def come_back() -> list[Seen]:
-        if len(trial.link.sent) == 2:  # hello, train
-            trial.link.join(0, Fake("a"), since="2")
-        return sites()
-
-    trial.link.sites = come_back  # type: ignore[method-assign]
-    assert isinstance(next(step), Update)
-    assert [kind for _, kind, _ in trial.link.sent] == [wire.HELLO, wire.TRAIN, wire.HELLO, wire.TRAIN]
-    assert trial.link.sent[3][2].meta == trial.link.sent[1][2].meta
-    assert "site a was away and is asked again" in trial.notes
-    assert list(step) == []
-
-
-def test_a_site_that_connects_anew_is_not_there_for_a_moment(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its old connection has ended, its new one has not begun: its message is answered by the SuperLink, for it."""
-    monkeypatch.setattr(flower, "GRACE_SECONDS", 60.0)
-    trial.link.join(0, Fake("a"))
-    trial.engine.choose(1)
-    send, sites, looks = trial.link.send, trial.link.sites, []
-
-    def leave(*words: Any) -> str:
-        if words[1] == wire.TRAIN and not looks:
-            del trial.link.here[0]
-        return send(*words)
-
-    def come_back() -> list[Seen]:
-        looks.append(1)
-        if len(looks) == 3:
-            trial.link.join(0, Fake("a"), since="2")
-        return sites()
-
-    monkeypatch.setattr(trial.link, "send", leave)
-    monkeypatch.setattr(trial.link, "sites", come_back)
-    (found,) = trial.run([0])
-    assert isinstance(found, Update)
-    assert "site a was away and is asked again" in trial.notes
-
-
-def test_an_upload_that_broke_off_is_given_up(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The site is there, as far as anyone knows, and its answer will never come."""
-    trial.link.join(0, Fake("a"))
-    trial.engine.choose(1)
-    monkeypatch.setattr(
-        trial.link, "receive", lambda messages: [Reply(messages[0], None, "its upload broke off", offline=True)]
-    )
-    assert trial.run([0]) == [Lost(0, wire.GONE)]
-
-
-def test_a_silent_site_is_given_up_after_the_timeout(plan: Plan, tmp_path: Path) -> None:
-    trial = Trial(plan, tmp_path / "run", timeout=0.2)
-    silent = Fake("a")
-    trial.link.join(0, silent)
-    trial.link.join(1, Fake("b"))
-    trial.engine.choose(1)
-    silent.deaf = True
-    update, lost = trial.run([0, 1])
-    assert isinstance(update, Update)
-    assert lost == Lost(0, "no answer within 0 s")
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"error": "out of memory"}, "out of memory"),
-        ({"error": ""}, "error is not a short text"),
-        ({"images": True}, "images=True"),
-        ({"images": 0}, "images=0"),
-        ({"images": 2**60}, "images="),
-        ({"images": 1.5}, "images=1.5"),
-        ({"images": None}, "images=None"),
-        ({"seen": -1}, "seen=-1"),
-        ({"seen": "many"}, "seen='many'"),
-        ({"steps": 5}, "steps=5"),  # Fewer than before.
-        ({"steps": False}, "steps=False"),
-        ({"losses": {}}, "it tells no loss"),
-        ({"losses": None}, "losses is not a small table"),
-        ({"losses": [1]}, "losses is not a small table"),
-        ({"losses": {"total": True}}, "losses has an entry 'total'"),
-        ({"losses": {"total": "1"}}, "losses has an entry 'total'"),
-        ({"losses": {"total": 1, "../x": 1}}, "losses has an entry '../x'"),
-        ({"losses": {"total": 10**400}}, "too large"),
-        ({"losses": {f"n{i}": 1 for i in range(100)}}, "losses is not a small table"),
-        ({"metrics": {"a b": 1}}, "metrics has an entry 'a b'"),
-        ({"metrics": None}, "metrics is not a small table"),
-        ({"metrics": {"round": 99}}, "it tells round, which is the coordinator's"),
-        ({"metrics": {"loss": 0}}, "it tells loss, which is the coordinator's"),
-        ({"metrics": {"knn_top1": 100}}, "it tells knn_top1, which is the coordinator's"),
-        ({"metrics": {"loss_term": 0}}, "it tells loss_term, which is the coordinator's"),
-        ({"metrics": {"epsilon": 0}}, "it tells epsilon, which is the coordinator's"),
-    ],
-)
-def test_answers_that_make_no_sense_are_a_fault(trial: Trial, changed: dict[str, Any], reason: str) -> None:
-    trial.link.join(0, Fake("a", **changed))
-    trial.engine.choose(1)
-    (lost,) = trial.run([0], ClientMemory({}, 1, steps=6, epochs=1), round=2)
-    assert isinstance(lost, Lost)
-    assert lost.fault
-    assert reason in lost.reason
-
-
-def test_answers_that_cannot_be_read_are_a_fault(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial.link.join(0, Fake("a"))
-    trial.engine.choose(1)
-    monkeypatch.setattr(trial.link, "receive", lambda messages: [Reply(messages[0], None, "it cannot be read")])
-    assert trial.run([0]) == [Lost(0, "it cannot be read", fault=True)]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"losses": {"total": None, "term": None}},
-        {"losses": {"total": 1, "never_heard_of": 2}},
-        {"metrics": {"rankme": 3.5, "own": None, "loss_scale": 8192}},
-        {"surprise": {"deep": [1, 2]}, "last_round": "never", "site": "someone else"},
-    ],
-)
-def test_strange_words_do_no_harm(trial: Trial, changed: dict[str, Any]) -> None:
-    trial.link.join(0, Fake("a", **changed))
-    trial.engine.choose(1)
-    (found,) = trial.run([0])
-    assert isinstance(found, Update)
-    assert found.client == 0
-    assert found.losses.shape == (1, len(found.loss_names))
-    assert found.loss_names[0] == "total"
-
-
-def test_a_site_that_lost_its_private_state_goes_on_counting(trial: Trial) -> None:
-    """It counts from 0 again: 2 steps of this round, after 6 before."""
-    trial.link.join(0, Fake("a", remembered=False, steps=2))
-    trial.engine.choose(1)
-    (found,) = trial.run([0], ClientMemory({}, 3, steps=6, epochs=3), round=4)
-    assert isinstance(found, Update)
-    assert found.memory == ClientMemory({}, 4, steps=8, epochs=4)
-    assert "site a had lost its private state and started anew" in trial.notes
