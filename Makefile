@@ -63,7 +63,9 @@ bench: .venv/installed  ## How fast a round is: reference, bound and a rival (ha
 
 audit: .venv/installed-dev  ## Known holes in the installed packages, where an advisory database can be reached
 	@$(INSTALL) --quiet pip-audit
-	@log=$$(mktemp); $(BIN)/pip-audit --skip-editable --progress-spinner off > $$log 2>&1; code=$$?; tail -n 20 $$log; \
+	@log=$$(mktemp); $(BIN)/pip-audit --skip-editable --progress-spinner off > $$log 2>&1; code=$$?; \
+	grep -v "could not be audited" $$log | tail -n 30; unknown=$$(grep -c "could not be audited" $$log); \
+	if [ $$unknown -gt 0 ]; then echo "audit: $$unknown packages were NOT checked: the advisory database cannot be reached from here"; fi; \
 	if [ $$code -ne 0 ] && grep -qiE "connection|resolve|timed out|retries" $$log; then \
 		echo "audit: no advisory database can be reached from here, so nothing was checked"; code=0; fi; rm -f $$log; exit $$code
 
