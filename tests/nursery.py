@@ -16,19 +16,9 @@ import torch
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.orchestrator import Orchestrator
+from fedx_pl.federation.orchestrator import Orchestrator, Silent
 from fedx_pl.federation.plan import prepare
 from fedx_pl.stopping import Stopped, stopped_by_signals
-
-
-class Silent:
-    """Shows nothing."""
-
-    def step(self, count: int = 1) -> None: ...
-    def working(self, worker: str, client: int | None) -> None: ...
-    def client(self, round: int, done: int, of: int) -> None: ...
-    def row(self, row: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 def break_at(fault: dict[str, Any]) -> None:

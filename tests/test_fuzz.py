@@ -116,6 +116,12 @@ def damage(content: bytes, where: float, how: str, value: int) -> bytes:
     return content[:place] + bytes([content[place] ^ (value or 1)]) + content[place + 1 :]
 
 
+def copied(run: Path, place: Path) -> Path:
+    folder = place / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    return Path(shutil.copytree(run, folder))
+
+
 @pytest.fixture(scope="module")
 def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
@@ -143,9 +149,7 @@ def test_a_damaged_checkpoint_is_noticed(
     two_rounds: Path, tmp_path: Path, name: str, where: float, how: str, value: int
 ) -> None:
     """The newest one is damaged: the run goes on from the one before, or from the newest if the change is harmless."""
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(two_rounds, folder)
+    folder = copied(two_rounds, tmp_path)
     file = folder / "checkpoints" / "round_00002" / name
     before = file.read_bytes()
     file.write_bytes(after := damage(before, where, how, value))
@@ -168,9 +172,7 @@ def test_a_damaged_checkpoint_is_noticed(
 def test_a_damaged_pending_update_is_left_out(
     two_rounds: Path, tmp_path: Path, name: str, where: float, how: str, value: int
 ) -> None:
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(two_rounds, folder)
+    folder = copied(two_rounds, tmp_path)
     file = folder / "pending" / name
     file.write_bytes(damage(file.read_bytes(), where, how, value))
     for update, record in Pending(folder).load(3):
@@ -183,9 +185,7 @@ def test_a_damaged_pending_update_is_left_out(
 def test_a_damaged_private_state_is_refused(
     two_rounds: Path, tmp_path: Path, where: float, how: str, value: int
 ) -> None:
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(two_rounds, folder)
+    folder = copied(two_rounds, tmp_path)
     (file,) = (folder / "clients").glob("*00002.safetensors")
     before = file.read_bytes()
     file.write_bytes(after := damage(before, where, how, value))

@@ -1,4 +1,4 @@
-"""The command line's power in Python.
+"""The command line's power in Python::
 
 from fedx_pl import federate
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedx_pl.config import compose, flat
 from fedx_pl.errors import UserError
-from fedx_pl.federation.orchestrator import Display, Orchestrator, Result
+from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
 from fedx_pl.federation.plan import prepare
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     config = compose(words)
     plan = prepare(config, report=(lambda line: None) if quiet else print)
     if quiet:
-        return Federation(Orchestrator(plan, _Silent()).run())
+        return Federation(Orchestrator(plan, Silent()).run())
     from rich.console import Console
 
     from fedx_pl import terminal
@@ -92,25 +92,6 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
         orchestrator = Orchestrator(plan, display)
         display.expect(plan.steps_between(orchestrator.state.round + 1, config.federation.rounds))
         return Federation(orchestrator.run())
-
-
-class _Silent(Display):
-    """Shows nothing."""
-
-    def step(self, count: int = 1) -> None:
-        """Nothing to show."""
-
-    def working(self, worker: str, client: int | None) -> None:
-        """Nothing to show."""
-
-    def client(self, round: int, done: int, of: int) -> None:
-        """Nothing to show."""
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Nothing to show."""
-
-    def note(self, text: str) -> None:
-        """Nothing to show."""
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,6 @@ Keys end at the first ``=`` and values are taken as they are (lists as YAML), so
 import copy
 import dataclasses
 import hashlib
-import inspect
 import json
 import re
 import typing
@@ -42,7 +41,8 @@ from fedx_pl.federation.alarms import HealthOptions
 from fedx_pl.federation.engines import EngineOptions
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import RegularizerOptions
-from fedx_pl.methods.base import OptimOptions, SSLMethod
+from fedx_pl.methods.base import OptimOptions
+from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
 from fedx_pl.options import FederationOptions, RunOptions
 
@@ -255,30 +255,6 @@ def from_tree(tree: Any, source: str) -> Config:
     return _frozen(_merge(schema, _plain(tree), source))
 
 
-def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]:
-    """A method's arguments with a plain default, by name: (type, default, help), its own first, then its bases'."""
-    found: dict[str, tuple[Any, Any, str]] = {}
-    for cls in method.__mro__:
-        init = vars(cls).get("__init__")
-        if init is None:
-            continue
-        hints, helps = typing.get_type_hints(init), _argument_help(init)
-        parameters = inspect.signature(init).parameters.values()
-        for parameter in parameters:
-            name, default = parameter.name, parameter.default
-            if isinstance(default, bool | int | float | str | list | tuple):  # What can be typed on a command line.
-                found.setdefault(name, (_plain_type(hints.get(name, Any)), default, helps.get(name, "")))
-        if cls is SSLMethod or not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    return found
-
-
-def _plain_type(hint: Any) -> Any:
-    """The hint if the schema can check it, else Any."""
-    sequence = typing.get_origin(hint) in (list, tuple)
-    return hint if hint in (bool, int, float, str) or sequence else Any
-
-
 def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """All keys of the schema as (dotted name, default, help), for ``--help``; a method's own are not among them."""
     for item in dataclasses.fields(config_class):
@@ -318,11 +294,6 @@ def _frozen(schema: DictConfig) -> Config:
         raise UserError(f"wrong value for {error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     return config
-
-
-def _argument_help(init: Any) -> dict[str, str]:
-    """The one-line descriptions in a Google-style docstring's Args."""
-    return dict(re.findall(r"^\s+(\w+): (.+)$", inspect.getdoc(init) or "", flags=re.MULTILINE))
 
 
 def _read_choice(group: str, choice: str) -> dict[str, Any]:

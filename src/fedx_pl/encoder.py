@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedx_pl import backbones
@@ -20,7 +19,8 @@ from fedx_pl.data.sources import stored_side
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.files import write_atomically
+from fedx_pl.federation.plan import normalisation
+from fedx_pl.files import tensor_bytes, write_atomically
 
 FORMATS = ("safetensors", "torchvision", "torch", "onnx")
 SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
@@ -85,8 +85,7 @@ class Encoder(nn.Module):
             backbone.load_state_dict(weights)
         except (KeyError, IndexError, RuntimeError) as error:
             raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
-        mean, std = config.data.mean or [0.5] * channels, config.data.std or [0.25] * channels
-        return cls(backbone, mean, std, side).eval()
+        return cls(backbone, *normalisation(config, channels), side).eval()
 
     def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.
@@ -150,7 +149,7 @@ def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
 
 
 def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:
-    write_atomically(file, save(_weights(encoder.backbone)))
+    write_atomically(file, tensor_bytes(encoder.backbone.state_dict()))
     return f'weights = safetensors.torch.load_file("{file}")'
 
 
@@ -164,7 +163,7 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
             f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
             f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
         )
-    write_atomically(file, save(_weights(backbone)))
+    write_atomically(file, tensor_bytes(backbone.state_dict()))
     return (
         f"model = torchvision.models.{name}(); model.fc = torch.nn.Identity(); "
         f'model.load_state_dict(safetensors.torch.load_file("{file}"))'
@@ -191,10 +190,6 @@ def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
         dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
     )  # fmt: skip
     return f'session = onnxruntime.InferenceSession("{file}")'
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
 
 
 def _config(folder: Path) -> Config:

@@ -1,9 +1,14 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
 
+import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
+
+from safetensors.torch import save
+from torch import Tensor
 
 from fedx_pl.errors import UserError
 
@@ -11,6 +16,16 @@ try:
     import fcntl
 except ImportError:  # Not on Windows: there a folder is not locked.
     fcntl = None  # type: ignore[assignment]
+
+
+def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """As safetensors, which store plain memory order; channels_last weights have another."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+
+
+def checksum(content: bytes) -> str:
+    """SHA-256."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:

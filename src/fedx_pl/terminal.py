@@ -10,15 +10,31 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedx_pl.config import Config, flat
 from fedx_pl.federation.orchestrator import Result, class_counts
 from fedx_pl.federation.plan import Plan
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
+
+
+class _WithWorkers(Progress):
+    """A bar, and below it what each worker does: beside it there is no room on a narrow terminal."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        self.workers: dict[str, str] = {}
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bar first."""
+        yield self.make_tasks_table(self.tasks)
+        if self.workers:
+            text = ", ".join(f"{worker}: {what}" for worker, what in self.workers.items())
+            yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
 class Terminal:
@@ -34,15 +50,13 @@ class Terminal:
         self.console, self.rounds, self.steps = console, rounds, 0
         self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
         self._rows, self._rows_to_come = 0, 0  # Rounds tell the time where steps are taken elsewhere.
-        self._standing = "training"
-        self._workers: dict[str, str] = {}
         self._live = is_live(console)
         columns = (
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
             TextColumn("ETA"), TimeRemainingColumn(),
         )  # fmt: skip
-        self._progress = Progress(*columns, console=console, transient=True, disable=not self._live)
-        self._task = self._progress.add_task(self._standing, total=None)
+        self._progress = _WithWorkers(*columns, console=console, transient=True, disable=not self._live)
+        self._task = self._progress.add_task("training", total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -64,13 +78,12 @@ class Terminal:
 
     def working(self, worker: str, client: int | None) -> None:
         """Shows what each worker does, where there are several."""
-        self._workers |= {worker: "idle" if client is None else f"client {client}"}
-        self._describe()
+        self._progress.workers[worker] = "idle" if client is None else f"client {client}"
+        self._progress.refresh()
 
     def client(self, round: int, done: int, of: int) -> None:
         """Shows which client of the round is done."""
-        self._standing = f"round {round}/{self.rounds}, client {done}/{of}"
-        self._describe()
+        self._progress.update(self._task, description=f"round {round}/{self.rounds}, client {done}/{of}")
         if not self._live and time.monotonic() - self._last_line > QUIET_SECONDS:
             self._print(f"  round {round}/{self.rounds}: {done} of {of} clients done, {self._eta()}")
 
@@ -89,10 +102,6 @@ class Terminal:
     def note(self, text: str) -> None:
         """A line that must not be missed."""
         self._print(f"note: {text}", style="yellow")
-
-    def _describe(self) -> None:
-        workers = "".join(f" | {worker}: {what}" for worker, what in self._workers.items())
-        self._progress.update(self._task, description=self._standing + workers)
 
     def _eta(self) -> str:
         done, all = (self._done, self.steps) if self.steps else (self._rows, self._rows_to_come)

@@ -20,7 +20,7 @@ def update(losses: list[float], **metrics: float) -> Update:
 
 
 def texts(row: dict[str, Any], *updates: Update) -> list[str]:
-    return [alarm.text for alarm in look(HealthOptions(), row, updates, lambda client: f"client {client}")]
+    return look(HealthOptions(), row, updates, lambda client: f"client {client}")
 
 
 def test_a_healthy_round_raises_no_alarm() -> None:

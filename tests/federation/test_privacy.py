@@ -19,7 +19,7 @@ from scipy.stats import norm
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
-from fedx_pl.federation.orchestrator import Orchestrator, Result
+from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
 from fedx_pl.federation.plan import prepare
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
 from fedx_pl.methods import BYOL, SimCLR
@@ -288,14 +288,6 @@ def test_sampled_clients_spend_only_when_they_are_chosen(tiny: list[str]) -> Non
 
 
 # --- federations ------------------------------------------------------------------------------------------------------
-
-
-class Silent:
-    def step(self, count: int = 1) -> None: ...
-    def working(self, worker: str, client: int | None) -> None: ...
-    def client(self, round: int, done: int, of: int) -> None: ...
-    def row(self, row: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 def run(words: list[str], folder: Path) -> tuple[Result, State]:

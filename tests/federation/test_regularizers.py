@@ -168,17 +168,13 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
 
 
 def orchestrator_stops_after_round_1(words: list[str]) -> None:
-    from fedx_pl.federation.orchestrator import Orchestrator
+    from fedx_pl.federation.orchestrator import Orchestrator, Silent
     from fedx_pl.federation.plan import prepare
 
     class Stop(Exception):
         pass
 
-    class Display:
-        def step(self, count: int = 1) -> None: ...
-        def working(self, worker: str, client: int | None) -> None: ...
-        def client(self, round: int, done: int, of: int) -> None: ...
-        def note(self, text: str) -> None: ...
+    class Display(Silent):
         def row(self, row: dict[str, Any]) -> None:
             if row["round"] == 1:
                 raise Stop

@@ -35,17 +35,10 @@ class HealthOptions:
         require("health.max_growth", self.max_growth, self.max_growth > 1, "health.max_growth=2")
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """Something that people should look at."""
-
-    text: str
-
-
 def look(
     options: HealthOptions, row: Mapping[str, Any], updates: Sequence[Update], name_of: Callable[[int], str]
-) -> list[Alarm]:
-    """What is wrong after a round.
+) -> list[str]:
+    """What is wrong after a round, in words.
 
     Args:
         options: thresholds.
@@ -59,15 +52,15 @@ def look(
         ("uniformity", options.max_uniformity, row.get("uniformity", -math.inf) > options.max_uniformity, "above"),
     ):
         if beyond:
-            found.append(Alarm(f"{COLLAPSED}: {key} is {row[key]:.3g}, {words} {bound:g}"))
+            found.append(f"{COLLAPSED}: {key} is {row[key]:.3g}, {words} {bound:g}")
     for update in updates:
         first, last = _ends(update)
         if not math.isfinite(last):
-            found.append(Alarm(f"{name_of(update.client)} diverges: its loss is {last}"))
+            found.append(f"{name_of(update.client)} diverges: its loss is {last}")
         elif first > 0 and last > options.max_growth * first:
-            found.append(Alarm(f"{name_of(update.client)} diverges: its loss grew from {first:.3g} to {last:.3g}"))
+            found.append(f"{name_of(update.client)} diverges: its loss grew from {first:.3g} to {last:.3g}")
         if update.metrics.get("loss_scale", 1.0) < 1.0:
-            found.append(Alarm(f"{name_of(update.client)}: its loss scale fell to {update.metrics['loss_scale']:.3g}"))
+            found.append(f"{name_of(update.client)}: its loss scale fell to {update.metrics['loss_scale']:.3g}")
     return found
 
 

@@ -11,23 +11,20 @@ in the middle of round 13 still finds what each client had when round 12 was com
 rest is JSON: nothing here is ever unpickled.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.files import sync_folder, write_atomically
+from fedx_pl.files import checksum, sync_folder, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 
 # What reading a file may raise that is damaged, or made by a stranger.
@@ -87,10 +84,10 @@ class Checkpoints:
         """Keeps a client's private tensors; they count once the round is committed."""
         memory, content = update.memory, b""
         if memory.private:
-            content = save(contiguous(memory.private))
+            content = tensor_bytes(memory.private)
             write_atomically(self._client_file(update.client, memory.last_round), content)
-        checksum = _checksum(content) if content else ""
-        return ClientRecord(memory.last_round, memory.steps, memory.epochs, checksum, update.num_images, len(content))
+        sha256 = checksum(content) if content else ""
+        return ClientRecord(memory.last_round, memory.steps, memory.epochs, sha256, update.num_images, len(content))
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
         """Finds a client's memory again; None if it never trained."""
@@ -100,7 +97,7 @@ class Checkpoints:
         if record.sha256:
             file = self._client_file(client, record.last_round)
             content = file.read_bytes() if file.exists() else b""
-            if _checksum(content) != record.sha256:
+            if checksum(content) != record.sha256:
                 rounds = [folder for folder in self._committed() if int(folder.name[-5:]) >= record.last_round]
                 raise UserError(
                     f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
@@ -111,9 +108,9 @@ class Checkpoints:
 
     def commit(self, state: RunState, global_state: State) -> None:
         """Makes a round permanent, then clears what it replaces."""
-        weights = save(contiguous(global_state))
+        weights = tensor_bytes(global_state)
         files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
-        sums = "".join(f"{_checksum(content)}  {name}\n" for name, content in files.items())
+        sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -176,7 +173,7 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> tuple[RunState, State]:
         files = {name: (folder / name).read_bytes() for name in ("global.safetensors", "state.json")}
-        sums = "".join(f"{_checksum(content)}  {name}\n" for name, content in files.items())
+        sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         if sums.encode() != (folder / "SHA256SUMS").read_bytes():
             raise ValueError("its files do not match SHA256SUMS")
         manifest = json.loads(files["state.json"])
@@ -233,12 +230,3 @@ class Checkpoints:
 
     def _client_file(self, client: int, round: int) -> Path:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
-
-
-def contiguous(state: Mapping[str, torch.Tensor]) -> State:
-    """safetensors stores plain memory order; channels_last weights have another."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -12,33 +12,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors.torch import save
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, engines, regularizers
 from fedx_pl.federation.aggregate import Aggregator, BadUpdate
-from fedx_pl.federation.alarms import COLLAPSED, Alarm, look
+from fedx_pl.federation.alarms import COLLAPSED, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.engines import Engine, Lost, Watcher
 from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.run_folder import open_run
-from fedx_pl.files import write_atomically
+from fedx_pl.files import tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.reporting.tensorboard import RunWriter
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 
 
-class Display(Protocol):
-    """What the orchestrator tells while it runs."""
-
-    def step(self, count: int = 1) -> None:
-        """Optimiser steps of some client are done."""
-
-    def working(self, worker: str, client: int | None) -> None:
-        """A worker takes up a client, or has nothing to do (None)."""
+class Display(Watcher, Protocol):
+    """What the orchestrator and its engine tell while a run goes on."""
 
     def client(self, round: int, done: int, of: int) -> None:
         """A client of the round is done."""
@@ -46,8 +39,24 @@ class Display(Protocol):
     def row(self, row: dict[str, Any]) -> None:
         """A round is done and saved."""
 
+
+class Silent(Display):
+    """Shows nothing."""
+
+    def step(self, count: int = 1) -> None:
+        """Nothing to show."""
+
+    def working(self, worker: str, client: int | None) -> None:
+        """Nothing to show."""
+
+    def client(self, round: int, done: int, of: int) -> None:
+        """Nothing to show."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Nothing to show."""
+
     def note(self, text: str) -> None:
-        """Something the user should see."""
+        """Nothing to show."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Orchestrator:
                 self._commit(row, found, writer.lengths(), alarms)
                 self.display.row(row)
                 for alarm in alarms:
-                    self.display.note(f"round {round}: {alarm.text}")
+                    self.display.note(f"round {round}: {alarm}")
                 self._stop_if_collapsed()
             self._finish()
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds, self.state.alarms)
@@ -178,7 +187,7 @@ class Orchestrator:
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 
-    def _commit(self, row: dict[str, Any], found: Collected, events: dict[str, int], alarms: list[Alarm]) -> None:
+    def _commit(self, row: dict[str, Any], found: Collected, events: dict[str, int], alarms: list[str]) -> None:
         # In a row: a good update clears them; who was lost or not asked keeps them.
         strikes = {client: count for client, count in self.state.strikes.items() if client not in found.records}
         strikes |= {client: strikes.get(client, 0) + 1 for client in found.bad}
@@ -190,7 +199,7 @@ class Orchestrator:
             self.state.seconds + row["round_seconds"],
             strikes,
             events,
-            [*self.state.alarms, *(f"round {row['round']}: {alarm.text}" for alarm in alarms)],
+            [*self.state.alarms, *(f"round {row['round']}: {alarm}" for alarm in alarms)],
             self.plan.config.hash,
         )
         self.checkpoints.commit(self.state, self.global_state)
@@ -211,8 +220,7 @@ class Orchestrator:
     def _finish(self) -> None:
         """Leaves the encoder as a plain state dict of the backbone, and the curves as a picture."""
         backbone = self.plan.load(self.global_state).backbone
-        encoder = {name: tensor.cpu().contiguous() for name, tensor in backbone.state_dict().items()}
-        write_atomically(self.folder / "encoder.safetensors", save(encoder))
+        write_atomically(self.folder / "encoder.safetensors", tensor_bytes(backbone.state_dict()))
         self._write_metrics()  # Again, in case the last round was committed and then cut off.
         if self.plan.evaluator.possible:
             from fedx_pl.reporting import plots  # Here: matplotlib would slow every start down.
@@ -269,10 +277,10 @@ class Orchestrator:
         row |= {"epsilon": plan.epsilon_after(round)} if plan.config.privacy.noise else {}
         return row
 
-    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update], alarms: list[Alarm]) -> None:
+    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update], alarms: list[str]) -> None:
         round = row["round"]
         for number, alarm in enumerate(alarms):
-            writer.text(f"alarms/{number}" if number else "alarms", alarm.text, round)
+            writer.text(f"alarms/{number}" if number else "alarms", alarm, round)
         self._log_evaluation(writer, round, row)
         scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss_")}
         scalars["loss/total"] = row["loss"]

@@ -7,7 +7,6 @@ The files are not synced to the disk one by one. They outlive the process, whate
 be torn, which its checksum shows, and that client trains again.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from fedx_pl.federation.checkpoint import DAMAGED, ClientRecord, contiguous
+from fedx_pl.federation.checkpoint import DAMAGED, ClientRecord
 from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.files import write_atomically
+from fedx_pl.files import checksum, tensor_bytes, write_atomically
 
 _STATE, _LOSSES = "state/", "losses"
 BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
@@ -50,7 +49,7 @@ class Pending:
         if update.seconds < WORTH * size / BYTES_PER_SECOND:
             return
         tensors = {_STATE + name: tensor for name, tensor in update.state.items()} | {_LOSSES: update.losses}
-        content = save(contiguous(tensors))
+        content = tensor_bytes(tensors)
         write_atomically(self._file(update.client), content, sync=False)
         told = {
             "num_images": update.num_images,
@@ -58,8 +57,13 @@ class Pending:
             "loss_names": update.loss_names,
             "metrics": update.metrics,
         }
-        checksum = hashlib.sha256(content).hexdigest()
-        line = {"round": round, "client": update.client, "sha256": checksum, "record": asdict(record), "told": told}
+        line = {
+            "round": round,
+            "client": update.client,
+            "sha256": checksum(content),
+            "record": asdict(record),
+            "told": told,
+        }
         with open(self._journal, "a") as journal:
             journal.write(json.dumps(line) + "\n")
 
@@ -78,7 +82,7 @@ class Pending:
 
     def _read(self, line: dict[str, Any]) -> tuple[Update, ClientRecord]:
         content = self._file(line["client"]).read_bytes()
-        if hashlib.sha256(content).hexdigest() != line["sha256"]:
+        if checksum(content) != line["sha256"]:
             raise ValueError("torn")
         tensors, record, told = load(content), ClientRecord(**line["record"]), line["told"]
         losses = tensors.pop(_LOSSES)

@@ -4,7 +4,7 @@ import copy
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -94,13 +94,16 @@ class Plan:
     def clients_per_round(self) -> int:
         """How many train in a round."""
         federation = self.config.federation
-        share = int(federation.fraction * len(self.clients) + 0.5)  # `round` would make 2 of half of 5.
+        clients = len(self.clients) or federation.clients  # Real sites are not in the plan.
+        share = int(federation.fraction * clients + 0.5)  # `round` would make 2 of half of 5.
         return max(share, federation.min_clients, 1)
 
-    def choose_clients(self, round: int) -> list[int]:
-        """Who trains in a round: all, or a sample of `federation.fraction`."""
+    def choose_clients(self, round: int, present: Sequence[int] | None = None) -> list[int]:
+        """Who trains in a round: all, or a sample of `federation.fraction`; of all clients or of those ``present``."""
+        able = np.arange(len(self.clients)) if present is None else np.array(present)
         draw = np.random.default_rng(derive(self.config.seed, "clients", round))
-        return sorted(draw.choice(len(self.clients), size=self.clients_per_round, replace=False).tolist())
+        chosen = draw.choice(len(able), size=min(self.clients_per_round, len(able)), replace=False)
+        return sorted(able[chosen].tolist())
 
     def epsilon_after(self, round: int) -> float:
         """What the client that was chosen most often has spent of its privacy by the end of a round.
@@ -189,7 +192,7 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
         torch.set_num_threads(config.run.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    mean, std = _normalisation(config, channels=images.shape[3])
+    mean, std = normalisation(config, channels=images.shape[3])
     size = config.augment.size if 0 < config.augment.size < images.shape[1] else 0
     augment = Augment(replace(config.augment, size=size), mean, std)
     model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
@@ -198,7 +201,7 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
     return plan
 
 
-def _normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Fixed numbers: taking the mean over all clients' images would need the images in one place."""
     mean, std = tuple(config.data.mean) or (0.5,) * channels, tuple(config.data.std) or (0.25,) * channels
     for key, values in (("mean", mean), ("std", std)):

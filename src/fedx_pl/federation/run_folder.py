@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, RunState, contiguous
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.plan import Plan
-from fedx_pl.files import clear_unfinished, lock, write_atomically
+from fedx_pl.files import clear_unfinished, lock, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 
 FORK = "fork.safetensors"  # what a forked run began with
@@ -62,7 +62,7 @@ def open_run(
             split, options = folder / "split.json", config.content()["partition"]
             partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
         if first is not None and config.fork:  # The other run may move on before this one has a checkpoint of its own.
-            write_atomically(folder / FORK, save(contiguous(first)))
+            write_atomically(folder / FORK, tensor_bytes(first))
     except BaseException:
         held.close()
         raise

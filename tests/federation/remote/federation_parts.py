@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config import compose
-from fedx_pl.federation.orchestrator import Orchestrator
+from fedx_pl.federation.orchestrator import Orchestrator, Silent
 from fedx_pl.federation.plan import prepare
 from fedx_pl.methods.base import State
 
@@ -29,19 +28,11 @@ WORDS = (
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 
 
-class Watching:
+class Watching(Silent):
     """Keeps what a run would show."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-
-    def step(self, count: int = 1) -> None: ...
-
-    def working(self, worker: str, client: int | None) -> None: ...
-
-    def client(self, round: int, done: int, of: int) -> None: ...
-
-    def row(self, row: dict[str, Any]) -> None: ...
 
     def note(self, text: str) -> None:
         self.notes.append(text)

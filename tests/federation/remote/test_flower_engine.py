@@ -78,6 +78,18 @@ def test_sites_come_to_the_same_weights_as_a_simulation(images: Path, tmp_path: 
     assert not list((found / "clients").glob("*"))  # Private state stays at home.
 
 
+def test_a_coordinator_with_labelled_images_evaluates_on_them(images: Path, tmp_path: Path) -> None:
+    """The weights are those without evaluation, and sites are not asked to measure anything."""
+    labelled = parts.make_images(tmp_path / "labelled", {"cat": 12, "dog": 12})
+    words = [f"data.root={labelled}", "data.labels=folders", f"data.cache={tmp_path / 'cache'}"]
+    found, _ = federate(images, tmp_path / "with", *words, "federation.rounds=1", "evaluation.linear.epochs=2")
+    plain, _ = federate(images, tmp_path / "without", "federation.rounds=1")
+    assert parts.same(parts.weights(found, 1), parts.weights(plain, 1))
+    (row,) = json.loads((found / "metrics.json").read_text())["rounds"]
+    assert {"knn_top1", "linear_top1", "rankme", "uniformity"} <= row.keys()
+    assert "alignment" not in row
+
+
 def nan(answer: Answer) -> Answer:
     def bad(kind: str, content: Content) -> Content | None:
         found = answer(kind, content)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fedx_pl.errors import UserError
@@ -21,7 +20,6 @@ from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.wire import BadMessage, Content
 from fedx_pl.files import write_atomically
-from fedx_pl.seeding import derive
 
 if TYPE_CHECKING:  # Flower is not needed to read this module.
     from fedx_pl.federation.remote.link import Link, Reply
@@ -109,11 +107,7 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        present = np.array(sorted([self.book.client_of(name) for name in able]))
-        share = max(int(federation.fraction * federation.clients + 0.5), federation.min_clients, 1)
-        draw = np.random.default_rng(derive(self.plan.config.seed, "clients", round))
-        chosen = draw.choice(len(present), size=min(share, len(present)), replace=False)
-        return sorted(present[chosen].tolist())
+        return self.plan.choose_clients(round, sorted([self.book.client_of(name) for name in able]))
 
     def _greet(self) -> None:
         """Says hello to newcomers, takes note of answers and of those who left."""

@@ -128,7 +128,7 @@ def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> 
         data = sources.load(config.data, seed=config.seed, report=report)
     else:
         report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
-        side = config.data.image_size or 96
+        side = sources.stored_side(config.data)
         nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
         data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "")
     return planning.assemble(config, data, [])

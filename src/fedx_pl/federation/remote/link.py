@@ -104,13 +104,10 @@ class Link:
 
     def send(self, node: int, kind: str, content: wire.Content, seconds: float) -> str:
         """Posts a message and returns its name; it is forgotten after ``seconds``."""
-        from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+        from flwr.app import Message
 
-        json, blob = wire.pack(content)
-        array = Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)
-        record = RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": json})})
         with self._answering():
-            (message,) = self._grid.push_messages([Message(record, node, kind, ttl=seconds)])
+            (message,) = self._grid.push_messages([Message(record(content), node, kind, ttl=seconds)])
         return str(message) or f"unsent {secrets.token_hex(8)}"  # Of which the SuperLink says that there is no answer.
 
     def receive(self, messages: Iterable[str]) -> Iterator[Reply]:
@@ -332,8 +329,17 @@ def _reply(asked: str, coming: Coming) -> Reply:
         return Reply(asked, None, f"it cannot be read ({type(error).__name__})")
 
 
+def record(content: wire.Content) -> Any:
+    """The Flower record of a message, either way."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    json, blob = wire.pack(content)
+    array = Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)
+    return RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": json})})
+
+
 def read(record: Any) -> wire.Content:
-    """A Flower record that `Link.send` or a site made, or anyone."""
+    """A Flower record that `record` made, or anyone."""
     try:
         json, blob = record["meta"]["json"], record["tensors"]["blob"].data
     except (KeyError, TypeError, AttributeError) as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import (
@@ -41,7 +41,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.keys import public_pem
-from fedx_pl.federation.remote.link import read
+from fedx_pl.federation.remote.link import read, record
 
 HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two without one a site counts as gone.
 
@@ -132,12 +132,9 @@ class Node:
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""
-        json, blob = wire.pack(content)
-        array = Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)
         run = incoming.message.metadata.run_id
         TaskIdentity.run_id, TaskIdentity.node_id = run, self._node.node_id
-        record = RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": json})})
-        reply = Message(record, reply_to=incoming.message)
+        reply = Message(record(content), reply_to=incoming.message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
             request = PushMessagesRequest(

@@ -7,7 +7,6 @@ Which state a round starts from is the coordinator's to say: the one of the last
 update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from fedx_pl import config as configuration
 from fedx_pl.config import Config
@@ -32,7 +31,7 @@ from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.wire import BadMessage, Content
-from fedx_pl.files import write_atomically
+from fedx_pl.files import checksum, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 
 # What a coordinator decides; where images lie and what they run on is the site's own.
@@ -237,13 +236,13 @@ class Memories:
         if round not in records or not file.exists():
             return None
         content = file.read_bytes()
-        return load(content) if hashlib.sha256(content).hexdigest() == records[round] else None
+        return load(content) if checksum(content) == records[round] else None
 
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in memory.private.items()})
+        content = tensor_bytes(memory.private)
         write_atomically(self.folder / _file_name(memory.last_round), content)
-        records = self._records() | {memory.last_round: hashlib.sha256(content).hexdigest()}
+        records = self._records() | {memory.last_round: checksum(content)}
         kept = {str(round): sha for round, sha in records.items() if (self.folder / _file_name(round)).exists()}
         write_atomically(self._file, json.dumps(kept, indent=1).encode())
 

@@ -5,8 +5,9 @@ import math
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from fedx_pl.files import tensor_bytes
 from fedx_pl.methods.base import State
 
 HELLO, TRAIN = "query", "train"  # Flower's names for messages of these kinds
@@ -28,7 +29,7 @@ class Content(NamedTuple):
 def pack(content: Content) -> tuple[str, bytes]:
     """To (JSON, safetensors); not-a-number and infinity become null."""
     text = json.dumps(_finite(content.meta), allow_nan=False)
-    return text, save({name: tensor.detach().cpu().contiguous() for name, tensor in content.tensors.items()})
+    return text, tensor_bytes(content.tensors)
 
 
 def unpack(text: str, blob: bytes) -> Content:
