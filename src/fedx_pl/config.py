@@ -123,9 +123,12 @@ class Config:
         Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
         default does not show in it; those who go by the hash compare the whole `content` as well.
         """
+        return hashlib.sha256(json.dumps(self.unusual(), sort_keys=True).encode()).hexdigest()[:8]
+
+    def unusual(self) -> dict[str, Any]:
+        """What differs from the defaults, and the method's name, by dotted key."""
         usual = _usual(self.method.name)
-        unusual = {k: v for k, v in flat(self.content()).items() if k == "method.name" or usual.get(k, ...) != v}
-        return hashlib.sha256(json.dumps(unusual, sort_keys=True).encode()).hexdigest()[:8]
+        return {k: v for k, v in flat(self.content()).items() if k == "method.name" or usual.get(k, ...) != v}
 
     @property
     def run_name(self) -> str:

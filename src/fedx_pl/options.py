@@ -45,7 +45,7 @@ class RunOptions:
     )
     keep: int = field(default=2, metadata={"help": "checkpoints kept"})
     resident_gb: float = field(default=4.0, metadata={"help": "images up to this size stay on the training device"})
-    client_curves: int = field(default=10, metadata={"help": "clients with loss curves of their own in TensorBoard"})
+    client_curves: int = field(default=10, metadata={"help": "clients with curves of their own in TensorBoard"})
 
     def __post_init__(self) -> None:
         require("run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never")

@@ -1,44 +1,69 @@
 """What a run says on the terminal: the plan, one line per round, and the summary."""
 
 import os
+import shlex
 import shutil
 import sys
+import textwrap
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from fedx_pl.config import Config, flat
-from fedx_pl.federation.orchestrator import Result, class_counts
+from fedx_pl.federation.client import Update
+from fedx_pl.federation.orchestrator import Result
 from fedx_pl.federation.plan import Plan
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
+FILES = {  # of a run folder, for people
+    "metrics.csv": "losses, accuracies and times, a row per round",
+    "accuracy.png": "accuracy by round",
+    "encoder.safetensors": "the trained encoder's weights",
+    "config.yaml": "every setting of the run",
+    "tensorboard": "the dashboards",
+}
 
 
-class _WithWorkers(Progress):
-    """A bar, and below it what each worker does: beside it there is no room on a narrow terminal."""
+class _Live(Progress):
+    """A bar, and lines below it: beside it there is no room on a narrow terminal."""
 
-    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
-        self.workers: dict[str, str] = {}
+    def __init__(self, below: Callable[[], list[Text]], *columns: ProgressColumn, **options: Any) -> None:
+        self.below = below
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """The bar first."""
         yield self.make_tasks_table(self.tasks)
-        if self.workers:
-            text = ", ".join(f"{worker}: {what}" for worker, what in self.workers.items())
-            yield Text(text, no_wrap=True, overflow="ellipsis")
+        yield from self.below()
+
+
+class _Eta(ProgressColumn):
+    """The run's, as in the lines of the rounds: rich's own knows of no evaluations between the steps."""
+
+    def __init__(self, eta: Callable[[], str]) -> None:
+        self.eta = eta
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        """Asks for it."""
+        return Text(self.eta(), no_wrap=True)
 
 
 class Terminal:
-    """A live bar with an ETA on a terminal, plain lines elsewhere. Use as a context manager around a run."""
+    """A live display with an ETA on a terminal, plain lines elsewhere. Use as a context manager around a run.
+
+    Losses and images per second are of the clients that are done: those of every step stay on the device until then.
+    """
 
     def __init__(self, console: Console, rounds: int) -> None:
         """Prepares the display.
@@ -48,15 +73,17 @@ class Terminal:
             rounds: of the whole run.
         """
         self.console, self.rounds, self.steps = console, rounds, 0
-        self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
-        self._rows, self._rows_to_come = 0, 0  # Rounds tell the time where steps are taken elsewhere.
+        self._done, self._rounds_done, self._first = 0, 0.0, 0  # Rounds tell the time where steps are taken elsewhere.
+        self._started = self._round_started = self._last_line = time.monotonic()
+        self._images, self._rate, self._loss, self._terms = 0, "", "", ""
+        self._of, self._workers = 0, dict[str, str]()
         self._live = is_live(console)
         columns = (
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
-            TextColumn("ETA"), TimeRemainingColumn(),
+            _Eta(self._eta),
         )  # fmt: skip
-        self._progress = _WithWorkers(*columns, console=console, transient=True, disable=not self._live)
-        self._task = self._progress.add_task("training", total=None)
+        self._progress = _Live(self._below, *columns, console=console, transient=True, disable=not self._live)
+        self._task = self._progress.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -65,46 +92,79 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def expect(self, steps: int) -> None:
-        """Tells how many optimiser steps are still to come, for the ETA."""
-        self.steps, self._started = steps, time.monotonic()
-        self._progress.update(self._task, total=steps)
+    def expect(self, steps: int, first: int = 1) -> None:
+        """Tells how many optimiser steps are still to come, for the ETA, and the first round."""
+        self.steps, self._first = steps, first
+        self._started = self._round_started = time.monotonic()
+        self._progress.update(self._task, total=steps, description=f"round {first}/{self.rounds}")
 
     def step(self, count: int = 1) -> None:
-        """Advances the bar, at most a few times a second."""
+        """Advances the bar, which is drawn a few times a second."""
         self._done += count
-        if self._live:
+        if self._live and self.steps:
             self._progress.update(self._task, completed=self._done)
 
     def working(self, worker: str, client: int | None) -> None:
         """Shows what each worker does, where there are several."""
-        self._progress.workers[worker] = "idle" if client is None else f"client {client}"
+        self._workers[worker] = "idle" if client is None else f"client {client}"
         self._progress.refresh()
 
-    def client(self, round: int, done: int, of: int) -> None:
-        """Shows which client of the round is done."""
-        self._progress.update(self._task, description=f"round {round}/{self.rounds}, client {done}/{of}")
+    def client(self, round: int, done: int, of: int, update: Update | None = None) -> None:
+        """Shows how many clients of the round are done, and what the last of them tells."""
+        if update is not None:
+            self._hear(update)
+        self._of = of
+        self._advance(round, done / of)
+        doing = f"{done}/{of} clients" if done < of else "evaluating"
+        self._progress.update(self._task, description=f"round {round}/{self.rounds}, {doing}")
         if not self._live and time.monotonic() - self._last_line > QUIET_SECONDS:
-            self._print(f"  round {round}/{self.rounds}: {done} of {of} clients done, {self._eta()}")
+            parts = [f"  round {round}/{self.rounds}: {done} of {of} clients done", self._loss, self._rate, self._eta()]
+            self._print(", ".join(part for part in parts if part))
 
     def row(self, row: Mapping[str, Any]) -> None:
         """One line for a finished round."""
-        if row["round"]:
-            self._rows_to_come = self._rows_to_come or self.rounds - row["round"] + 1
-            self._rows += 1
-        parts = [f"round {row['round']:>3}/{self.rounds}" if row["round"] else "untrained    "]
+        round = row["round"]
+        parts = [f"round {round:>3}/{self.rounds}" if round else "untrained    "]
         labels = {"loss": "loss", "knn_top1": "kNN", "linear_top1": "linear"}
         parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
-        if row["round"]:
-            parts += [f"{row['images_per_second']:.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
+        if round:
+            self._advance(round, 1)
+            parts += [f"{row['images_per_second']:,.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
         self._print("  ".join(parts))
+        clients = f", 0/{self._of} clients" if self._of else ""
+        following = f"round {round + 1}/{self.rounds}{clients}" if round < self.rounds else "finishing"
+        self._progress.update(self._task, description=following)
+        self._images, self._round_started = 0, time.monotonic()
 
     def note(self, text: str) -> None:
         """A line that must not be missed."""
         self._print(f"note: {text}", style="yellow")
 
+    def _hear(self, update: Update) -> None:
+        self._images += update.images_seen
+        self._rate = f"{self._images / (time.monotonic() - self._round_started):,.0f} img/s"  # as the round's line
+        if len(update.losses):
+            means = zip(update.loss_names, update.losses.mean(0).tolist(), strict=False)  # A site's word is its own.
+            total, *terms = [f"{name.replace('_', ' ')} {mean:.2f}" for name, mean in means]
+            self._loss, self._terms = total.replace("total", "loss"), ", ".join(terms if len(terms) > 1 else [])
+
+    def _advance(self, round: int, share: float) -> None:
+        """Tells how much of a round is done; the bar goes by it if nobody tells of steps."""
+        self._first = self._first or round
+        self._rounds_done = round - self._first + share
+        if not self.steps:
+            to_come = self.rounds - self._first + 1
+            self._progress.update(self._task, completed=self._rounds_done, total=to_come)
+
+    def _below(self) -> list[Text]:
+        now = ", ".join(part for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms) if part)
+        workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
+        lines = [Text(now), Text(workers, no_wrap=True, overflow="ellipsis")]  # There may be many workers.
+        return [line for line in lines if line]
+
     def _eta(self) -> str:
-        done, all = (self._done, self.steps) if self.steps else (self._rows, self._rows_to_come)
+        to_come = self.rounds - self._first + 1
+        done, all = (self._done, self.steps) if self.steps else (self._rounds_done, to_come)
         if not done:
             return "ETA unknown"
         left = (time.monotonic() - self._started) * max(all - done, 0) / done
@@ -118,6 +178,33 @@ class Terminal:
 def is_live(console: Console) -> bool:
     """Whether someone watches who would like a bar that moves."""
     return console.is_terminal and not os.environ.get("CI")
+
+
+@contextmanager
+def grouped_warnings(console: Console) -> Iterator[None]:
+    """Shows each warning once, in a line, and at the end how often it came: every client's fit gives the same ones."""
+    counts: Counter[str] = Counter()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        text = " ".join(str(message).split())
+        counts[text] += 1
+        if counts[text] == 1:
+            place = f"{category.__name__}, {Path(filename).name}:{lineno}"
+            console.print(f"warning: {text} ({place})", style="yellow", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", append=True)  # Counted by us; what others ignore stays ignored.
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            for text, count in counts.items():
+                if count > 1:
+                    short = textwrap.shorten(text, 60, placeholder=" ...")
+                    console.print(f"warning, {count} times: {short}", style="yellow", soft_wrap=True)
 
 
 @contextmanager
@@ -166,7 +253,8 @@ def announcement(config: Config) -> str:
 def expectation(plan: Plan, seconds: float) -> str:
     """On what it runs and how long it takes."""
     cuda = plan.device.type == "cuda"
-    where = torch.cuda.get_device_name(plan.device) if cuda else f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    where = torch.cuda.get_device_name(plan.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
     line = f"{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
     hint = "\nWithout a GPU, profile=cpu gives a small result in minutes." if not cuda and seconds > 3600 else ""
     return line + hint
@@ -177,7 +265,7 @@ def plan_text(plan: Plan) -> Table:
     table = Table(title="clients", title_justify="left")
     for column in ("client", "images", "classes", "batch", "relation batch", "steps per round"):
         table.add_column(column, justify="right")
-    counts, _ = class_counts(plan)
+    counts, _ = plan.class_counts()
     shown = list(range(len(plan.clients)))
     for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
         data = plan.client_data(client, round=1)
@@ -227,10 +315,32 @@ def summary(result: Result, console: Console) -> None:
         console.print(f"alarm: {len(result.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
     console.print(f"time: {duration(result.seconds)}")
     console.print(f"run folder: {result.folder}", soft_wrap=True)
-    # The environment's own command if it is not on the path, as after `make` without activating .venv.
-    beside = Path(sys.executable).with_name("tensorboard")
-    command = "tensorboard" if shutil.which("tensorboard") or not beside.exists() else os.path.relpath(beside)
-    console.print(f"dashboards: {command} --logdir {result.folder.parent}", soft_wrap=True)
+    for name, what in FILES.items():
+        if (result.folder / name).exists():
+            console.print(f"  {name:<20} {what}", soft_wrap=True)
+    console.print("next:")
+    for words in _next(result):
+        console.print(f"  {words}", soft_wrap=True)
+
+
+def _next(result: Result) -> list[str]:
+    """Commands that are worth typing now."""
+    folder = shlex.quote(str(result.folder))
+    labelled = any("knn_top1" in row for row in result.rows)
+    use = f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
+    return [
+        f"{_command('tensorboard')} --logdir {shlex.quote(str(result.folder.parent))}",
+        f"{_command('fedx-pl')} {use}",
+        f"{_command('fedx-pl')} export {folder} --to torch",
+    ]
+
+
+def _command(name: str) -> str:
+    """The environment's own if it is not on the path, as after `make` without activating .venv."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not beside.exists():
+        return name
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], most: int = 20) -> list[Mapping[str, Any]]:

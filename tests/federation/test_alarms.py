@@ -59,4 +59,4 @@ def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(tiny: list[str], tmp
     assert sum("the encoder has collapsed" in note for note in display.notes) == 2
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert "alarms/text_summary" in events.Tags()["tensors"]
+    assert "events/text_summary" in events.Tags()["tensors"]

@@ -21,7 +21,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 METHODS = [(method, fedx) for method in ("simclr", "moco", "byol", "protocl", "fedu") for fedx in ("false", "true")]
 KILLS = int(os.environ.get("FEDX_KILLS", "30"))  # in all
-TIMES = {"train_seconds", "round_seconds", "images_per_second"}
+TIMES = {
+    "train_seconds",
+    "round_seconds",
+    "images_per_second",
+    "data_seconds",
+    "step_seconds",
+    "aggregate_seconds",
+    "evaluate_seconds",
+}
 
 
 class Nursery:
@@ -85,7 +93,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     curves = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("speed/")
+        if not tag.startswith("system/")
     }
     files = {str(file.relative_to(folder)): file for file in folder.rglob("*.safetensors")}
     weights = {name: {key: t.tolist() for key, t in load_file(file).items()} for name, file in files.items()}

@@ -92,3 +92,26 @@ def test_a_signal_of_the_cluster_ends_the_run_well(tiny: list[str], tmp_path: Pa
     assert process.returncode == 0, error
     assert f"stopped by {name}; the same command goes on after the last finished client: fedx-pl train" in error
     assert "Traceback" not in error
+
+
+def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last round is committed, and what it replaces is still there."""
+    config = compose([*tiny, "method=byol", "run.keep=1", f"run.dir={tmp_path / 'run'}"])
+    tidy = Checkpoints.clear
+
+    def die(self: Checkpoints) -> None:
+        if (tmp_path / "run" / "checkpoints" / "round_00002").exists():
+            raise KeyboardInterrupt
+        tidy(self)
+
+    monkeypatch.setattr(Checkpoints, "clear", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    assert (tmp_path / "run" / "checkpoints" / "round_00001").exists()
+    monkeypatch.undo()
+    run(config)
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00002"]
+    assert len(list((tmp_path / "run" / "clients").iterdir())) == 3
+    assert not (tmp_path / "run" / "pending").exists()

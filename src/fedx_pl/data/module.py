@@ -1,5 +1,6 @@
 """One client's batches: index the resident images, augment the whole batch on the training device."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,6 +120,7 @@ class LocalEpochs:
 
     def __init__(self, data: ClientData) -> None:
         self.data, self.number = data, 0
+        self.seconds = 0.0  # spent on making batches; on a GPU, on asking for them
 
     def __len__(self) -> int:
         return len(self.data)
@@ -127,4 +129,11 @@ class LocalEpochs:
         # A generator, so that an epoch counts when its first batch is asked for: Lightning also makes iterators that
         # it never uses.
         number, self.number = self.number, self.number + 1
-        yield from self.data.epoch(number)
+        batches = self.data.epoch(number)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch

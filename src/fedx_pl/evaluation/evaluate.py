@@ -12,7 +12,7 @@ from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.finetune import SemiOptions
-from fedx_pl.evaluation.geometry import rankme, uniformity
+from fedx_pl.evaluation.geometry import health
 from fedx_pl.evaluation.knn import knn_accuracy
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.methods.base import SSLMethod
@@ -72,12 +72,12 @@ class Evaluator:
         return self.look(model, device, knn=knn, linear=linear)
 
     def look(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
-        """Accuracies in percent, and beside kNN two alarms for a collapse: RankMe and uniformity of the test features.
+        """Accuracies in percent, and beside kNN the `health` of the test features, which warns of a collapse.
 
         Args:
             model: whose backbone is measured.
             device: where.
-            knn: ``knn_top1``, ``rankme`` and ``uniformity`` are wanted.
+            knn: ``knn_top1``, ``rankme``, ``uniformity`` and ``feature_std`` are wanted.
             linear: ``linear_top1`` and ``linear_top5`` are wanted.
         """
         if not self.possible or not (knn or linear):
@@ -89,7 +89,7 @@ class Evaluator:
         found = {}
         if knn:
             found["knn_top1"] = knn_accuracy(*sets, k=self.options.knn_k, classes=classes)
-            found |= {"rankme": rankme(test_x), "uniformity": uniformity(test_x)}
+            found |= health(test_x)
         if linear:
             probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
             found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}

@@ -123,7 +123,22 @@ class Checkpoints:
         os.replace(temporary, folder)
         sync_folder(self._rounds)
         self._keep_best(state.best)
-        self._clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes rounds beyond `keep` and client files that no remaining round refers to; not within a round."""
+        for folder in self._committed()[: -self._keep]:
+            shutil.rmtree(folder)
+        needed = set()
+        for folder in self._committed():
+            try:
+                records = json.loads((folder / "state.json").read_text())["clients"]
+                needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
+            except DAMAGED:
+                return  # Who knows what it needs.
+        for file in self._clients.glob("*.safetensors"):
+            if file not in needed:
+                file.unlink()
 
     def latest(self, *, mend: bool = True) -> tuple[RunState, State] | None:
         """The newest committed round that is whole, or None for a new run.
@@ -212,21 +227,6 @@ class Checkpoints:
 
     def _committed(self) -> list[Path]:
         return sorted(self._rounds.glob("round_*")) if self._rounds.is_dir() else []
-
-    def _clear(self) -> None:
-        """Removes rounds beyond `keep` and client files that no remaining round refers to."""
-        for folder in self._committed()[: -self._keep]:
-            shutil.rmtree(folder)
-        needed = set()
-        for folder in self._committed():
-            try:
-                records = json.loads((folder / "state.json").read_text())["clients"]
-                needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
-            except DAMAGED:
-                return  # Who knows what it needs.
-        for file in self._clients.glob("*.safetensors"):
-            if file not in needed:
-                file.unlink()
 
     def _client_file(self, client: int, round: int) -> Path:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"

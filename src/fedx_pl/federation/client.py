@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from fedx_pl.data.module import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
+from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.geometry import angles
 from fedx_pl.federation.privacy import PrivacyOptions, protect
 from fedx_pl.federation.regularizers import Regularizer, join, split
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
+ANGLE_IMAGES = 128  # of a client's own, whose embeddings are compared before and after it trains
 INITIAL_SCALE = 2.0**13  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
 
 
@@ -60,6 +63,7 @@ class Update:
     images_seen: int
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # that it took
+    data_seconds: float = 0.0  # of them, spent on making batches
 
 
 class LocalTrainer:
@@ -75,6 +79,7 @@ class LocalTrainer:
         regularizer: Regularizer | None = None,
         privacy: PrivacyOptions | None = None,
         secret_noise: bool = False,
+        angles_below: int = 0,
     ) -> None:
         """Keeps what is shared by all fits.
 
@@ -88,6 +93,7 @@ class LocalTrainer:
             privacy: what is done to an update before it is given back.
             secret_noise: its noise is the operating system's, not the run's seed's. A must where the client is real:
                 everyone knows the seed.
+            angles_below: clients of smaller numbers also tell how far training has turned their embeddings.
         """
         self.model = model.to(device)
         if compile:
@@ -97,6 +103,7 @@ class LocalTrainer:
         self.tick = tick
         self.regularizer = regularizer or Regularizer()
         self.privacy, self.secret_noise = privacy or PrivacyOptions(), secret_noise
+        self.angles_below = angles_below
         # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
         self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if precision == "16-mixed" else None
         self._plugins: list[Any] = [MixedPrecision("16-mixed", device.type, self.scaler)] if self.scaler else []
@@ -108,17 +115,27 @@ class LocalTrainer:
         torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
         self._receive(context, memory)
         before = memory or ClientMemory({})
+        sample = data.plain_sample(ANGLE_IMAGES) if client < self.angles_below else None
+        received = self._embed(sample) if sample is not None else None
+        epochs = LocalEpochs(data)
         self.model.start_round(
             LocalRound(context.round, context.rounds, client, context.epochs, before.epochs, seed, data)
         )
         with _quiet_lightning():
             try:
-                self._trainer(context.epochs).fit(self.model, LocalEpochs(data))
+                self._trainer(context.epochs).fit(self.model, epochs)
             except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; we have a run to save.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
         self.model.on_round_end()
-        return replace(self._update(context, client, data, before), seconds=time.perf_counter() - started)
+        update = self._update(context, client, data, before)
+        if sample is not None and received is not None:
+            update.metrics["angle"] = angles(self._embed(sample), received).mean().item()
+        return replace(update, seconds=time.perf_counter() - started, data_seconds=epochs.seconds)
+
+    def _embed(self, images: Tensor) -> Tensor:
+        """The paper's ``f(x)`` of normalised images, in eval mode."""
+        return extract(nn.Sequential(self.model.backbone, self.model.projector), images, lambda batch: batch)
 
     def _trainer(self, epochs: int) -> pl.Trainer:
         return pl.Trainer(

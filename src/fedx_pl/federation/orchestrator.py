@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
+import torch
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, engines, regularizers
-from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.federation.aggregate import STATISTICS, Aggregator, BadUpdate
 from fedx_pl.federation.alarms import COLLAPSED, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
@@ -25,7 +25,7 @@ from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.run_folder import open_run
 from fedx_pl.files import tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
-from fedx_pl.reporting.tensorboard import RunWriter
+from fedx_pl.reporting.cockpit import Cockpit
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 
@@ -79,6 +79,18 @@ class Collected:
     records: dict[int, ClientRecord] = field(default_factory=dict)
     dropped: int = 0
     bad: list[int] = field(default_factory=list)  # whose updates were refused
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0  # of taking updates in and combining them
+
+    def add(self, update: Update, reference: State) -> Update:
+        """Folds an update into the average, or raises `BadUpdate`; returns it with its `drift` from the reference."""
+        started = time.perf_counter()
+        self.average.add(update.state, update.num_images, update.client)
+        drift = drift_of(regularizers.split(update.state)[0], regularizers.split(reference)[0])
+        self.bytes_up += size_of(update.state)
+        self.seconds += time.perf_counter() - started
+        return replace(update, metrics={**update.metrics, "drift": drift})
 
     def keep(self, update: Update, record: ClientRecord) -> None:
         """Of an update that is folded in: what is kept must not grow with the size of the weights."""
@@ -106,6 +118,7 @@ class Orchestrator:
         self._lock, (self.state, global_state) = open_run(plan, self.checkpoints, display.note)
         self.global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
         self._away: list[int] = []
+        self._events: list[str] = []  # of the round, in words
 
     def run(self) -> Result:
         """Trains to the last round; everything of a finished round is on disk before the next begins."""
@@ -113,16 +126,14 @@ class Orchestrator:
         with (
             self._lock,
             closing(self.make_engine(plan, self.display)) as engine,
-            RunWriter(
-                self.folder / "tensorboard", known=self.state.events, max_clients=config.run.client_curves
-            ) as writer,
+            Cockpit(plan, self.folder / "tensorboard", self.state.events) as cockpit,
         ):
-            self._introduce(writer)
+            self._introduce(cockpit)
             self._stop_if_collapsed()
             for round in range(self.state.round + 1, config.federation.rounds + 1):
-                started = time.perf_counter()
+                started, self._events = time.perf_counter(), []
                 # (1) Choose the clients and freeze what they all start from.
-                chosen = engine.choose(round, away=self._quarantined(engine))
+                chosen = engine.choose(round, away=self._quarantined(engine, round))
                 context = RoundContext(
                     round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
                     config.federation.batchnorm,
@@ -132,42 +143,42 @@ class Orchestrator:
                 self._require_enough(round, len(found.updates))
                 self.global_state = self._next_state(found)
                 for client, remark in found.average.remarks.items():
-                    self.display.note(f"round {round}: {engine.name_of(client)}: {remark}")
+                    self._note(round, f"{engine.name_of(client)}: {remark}")
                 # (4) Measure, log, save. What is logged and then not saved is cut off when the run goes on.
                 trained = time.perf_counter() - started
                 row = self._row(round, found, trained)
                 row["round_seconds"] = time.perf_counter() - started
                 alarms = look(config.health, row, found.updates, engine.name_of)
-                self._log(writer, row, found.updates, alarms)
-                self._commit(row, found, writer.lengths(), alarms)
+                cockpit.round([*self.state.rows, row], found.updates, [*self._events, *alarms])
+                self._commit(row, found, cockpit.writer.lengths(), alarms)
                 self.display.row(row)
                 for alarm in alarms:
-                    self.display.note(f"round {round}: {alarm}")
+                    self._note(round, alarm)
                 self._stop_if_collapsed()
-            self._finish()
+            self._finish(cockpit)
         return Result(self.folder, self.state.rows, self.state.untrained, self.state.seconds, self.state.alarms)
 
     def _collect(self, engine: Engine, context: RoundContext, chosen: Sequence[int]) -> Collected:
         """The round's updates: those of clients that had finished when the run was cut off, then the others'."""
         round, found = context.round, Collected(aggregate.make(self.plan.config.aggregate, self.global_state))
+        found.bytes_down = size_of(self.global_state) * len(chosen)
         for update, record in self.pending.load(round):
             state = {name: tensor.to(self.plan.device) for name, tensor in update.state.items()}
-            found.average.add(state, update.num_images, update.client)
-            found.keep(update, record)
+            found.keep(found.add(replace(update, state=state), self.global_state), record)
         waiting = [client for client in chosen if client not in found.records]
         for outcome in engine.run(context, waiting, self._memory_of) if waiting else ():
             try:
                 if isinstance(outcome, Lost):
                     raise BadUpdate(outcome.reason)
-                found.average.add(outcome.state, outcome.num_images, outcome.client)
+                update = found.add(outcome, self.global_state)
             except BadUpdate as reason:
-                self.display.note(f"round {round}: dropped {engine.name_of(outcome.client)}: {reason}")
+                self._note(round, f"dropped {engine.name_of(outcome.client)}: {reason}")
                 found.dropped += 1
                 found.bad += [outcome.client] if not isinstance(outcome, Lost) or outcome.fault else []
             else:
-                record = self.checkpoints.save_client(outcome)
-                self.pending.save(round, outcome, record)
-                found.keep(outcome, record)
+                record = self.checkpoints.save_client(update)
+                self.pending.save(round, update, record)
+                found.keep(update, record)
             self.display.client(round, len(found.updates), len(chosen))
         found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
         return found
@@ -175,15 +186,19 @@ class Orchestrator:
     def _memory_of(self, client: int) -> ClientMemory | None:
         return self.checkpoints.load_client(client, self.state.clients.get(client))
 
-    def _quarantined(self, engine: Engine) -> list[int]:
+    def _quarantined(self, engine: Engine, round: int) -> list[int]:
         """Who has sent so many bad updates in a row that it is not asked any more; says so when it becomes more."""
         limit = self.plan.config.aggregate.quarantine
         away = sorted(client for client, count in self.state.strikes.items() if 0 < limit <= count)
         if away != self._away:
             names = ", ".join(map(engine.name_of, away))
-            self.display.note(f"not asked any more after aggregate.quarantine={limit} bad updates in a row: {names}")
+            self._note(round, f"not asked any more after aggregate.quarantine={limit} bad updates in a row: {names}")
         self._away = away
         return away
+
+    def _note(self, round: int, text: str) -> None:
+        self._events.append(text)
+        self.display.note(f"round {round}: {text}")
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 
@@ -217,15 +232,19 @@ class Orchestrator:
         whole = {"untrained": self.state.untrained, "rounds": rows, "seconds": self.state.seconds}
         write_atomically(self.folder / "metrics.json", json.dumps(whole, indent=1).encode())
 
-    def _finish(self) -> None:
+    def _finish(self, cockpit: Cockpit) -> None:
         """Leaves the encoder as a plain state dict of the backbone, and the curves as a picture."""
         backbone = self.plan.load(self.global_state).backbone
         write_atomically(self.folder / "encoder.safetensors", tensor_bytes(backbone.state_dict()))
-        self._write_metrics()  # Again, in case the last round was committed and then cut off.
+        # Again, in case the last round was committed and then cut off.
+        self.checkpoints.clear()
+        self.pending.clear()
+        self._write_metrics()
         if self.plan.evaluator.possible:
             from fedx_pl.reporting import plots  # Here: matplotlib would slow every start down.
 
             plots.curves(self.state.rows, self.state.untrained).savefig(self.folder / "accuracy.png")
+        cockpit.finish()
 
     def _stop_if_collapsed(self) -> None:
         """After a round that is saved, and before a run goes on from it; the last round ends the run in any case."""
@@ -239,26 +258,22 @@ class Orchestrator:
 
     # --- measuring and logging ----------------------------------------------------------------------------------------
 
-    def _introduce(self, writer: RunWriter) -> None:
-        """Before the first round: the split and some views as pictures, and the untrained network's accuracy."""
+    def _introduce(self, cockpit: Cockpit) -> None:
+        """Before the first round: what the untrained network can do, and what is to come."""
         if self.state.round:
             return
         plan = self.plan
-        writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
-        if plan.clients:
-            counts, names = class_counts(plan)
-            writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
-            views = next(plan.client_data(0, round=1).epoch(0))
-            writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
-        self._log_evaluation(writer, 0, self.state.untrained)
+        cockpit.introduce(self.state.untrained)
         self.display.row({"round": 0, **self.state.untrained})
 
     def _row(self, round: int, found: Collected, trained: float) -> dict[str, Any]:
         plan, updates = self.plan, found.updates
         plan.load(self.global_state)
         row: dict[str, Any] = {"round": round}
+        started = time.perf_counter()
         row |= plan.evaluator.measure(plan.model, plan.device, round, plan.config.federation.rounds)
+        evaluated = time.perf_counter() - started
         # By name: a site's word is its own, and one that tells other losses must not stop the run.
         for name in dict.fromkeys(name for update in updates for name in update.loss_names):
             telling = [update for update in updates if name in update.loss_names]
@@ -274,35 +289,22 @@ class Orchestrator:
             "lr": plan.config.optim.lr_at(round, plan.config.federation.rounds),
         }
         row |= {"images_per_second": seen / trained, "train_seconds": trained}
+        made = sum(update.data_seconds for update in updates)
+        row |= {"data_seconds": made, "step_seconds": sum(update.seconds for update in updates) - made}
+        row |= {"aggregate_seconds": found.seconds, "evaluate_seconds": evaluated}
+        row |= {"bytes_up": found.bytes_up, "bytes_down": found.bytes_down}
         row |= {"epsilon": plan.epsilon_after(round)} if plan.config.privacy.noise else {}
         return row
-
-    def _log(self, writer: RunWriter, row: dict[str, Any], updates: list[Update], alarms: list[str]) -> None:
-        round = row["round"]
-        for number, alarm in enumerate(alarms):
-            writer.text(f"alarms/{number}" if number else "alarms", alarm, round)
-        self._log_evaluation(writer, round, row)
-        scalars = {f"loss/{key.removeprefix('loss_')}": row[key] for key in row if key.startswith("loss_")}
-        scalars["loss/total"] = row["loss"]
-        scalars |= {f"speed/{key}": row[key] for key in ("images_per_second", "round_seconds")}
-        scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"], "optim/lr": row["lr"]}
-        scalars |= {f"clients/{name}": row[name] for update in updates for name in update.metrics}
-        scalars |= {"privacy/epsilon": row["epsilon"]} if "epsilon" in row else {}
-        for update in updates:
-            first_step = update.memory.steps - len(update.losses)
-            writer.client_losses(update.client, first_step, update.losses, update.loss_names)
-        writer.round(round, scalars)
-
-    def _log_evaluation(self, writer: RunWriter, round: int, found: dict[str, Any]) -> None:
-        writer.accuracy(round, {key: value for key, value in found.items() if "_top" in key})
-        writer.round(round, {f"health/{key}": found[key] for key in ("rankme", "uniformity") if key in found})
 
     def _next_state(self, found: Collected) -> State:
         """The averaged weights, and what the regulariser's server makes of the averaged rest."""
         met = (self.state.clients | found.records).values()  # Of real sites, only those are known.
+        started = time.perf_counter()
         share = found.average.num_images / (sum(map(len, self.plan.clients)) or sum(record.images for record in met))
         (_, before), (weights, mean) = regularizers.split(self.global_state), regularizers.split(found.average.result())
-        return regularizers.join(weights, self.plan.regularizer.fold(before, mean, share))
+        joined = regularizers.join(weights, self.plan.regularizer.fold(before, mean, share))
+        found.seconds += time.perf_counter() - started
+        return joined
 
     def _require_enough(self, round: int, good: int) -> None:
         needed = self.plan.config.federation.min_clients
@@ -314,11 +316,16 @@ class Orchestrator:
             )
 
 
-def class_counts(plan: Plan) -> tuple[np.ndarray, list[str]]:
-    """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
-    labels = plan.data.train.labels
-    if labels is None:
-        return np.array([[len(rows)] for rows in plan.clients]), ["images"]
-    names = [*plan.data.classes, "unlabelled"]
-    counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in plan.clients])
-    return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
+def drift_of(state: State, reference: State) -> float:
+    """How far weights are from the reference, in lengths of the reference; BatchNorm's statistics do not count."""
+    names = [name for name in reference if reference[name].is_floating_point() and not name.endswith(STATISTICS)]
+    before = [reference[name] for name in names]
+    steps = torch._foreach_sub([state[name] for name in names], before)
+    went, length = (torch.stack(torch._foreach_norm(list(t), 2, torch.float64)).norm() for t in (steps, before))
+    # Sums depend on the order in memory, which a run that goes on does not share: not in the first six digits.
+    return float(f"{(went / length).item():.6g}")
+
+
+def size_of(state: State) -> int:
+    """In bytes, as it travels."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -73,7 +73,7 @@ class Plan:
         """
         return LocalTrainer(
             self.model, self.device, self.precision, tick, self.config.run.compile, self.regularizer,
-            self.config.privacy, secret_noise,
+            self.config.privacy, secret_noise, self.config.run.client_curves,
         )  # fmt: skip
 
     def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
@@ -104,6 +104,15 @@ class Plan:
         draw = np.random.default_rng(derive(self.config.seed, "clients", round))
         chosen = draw.choice(len(able), size=min(self.clients_per_round, len(able)), replace=False)
         return sorted(able[chosen].tolist())
+
+    def class_counts(self) -> tuple[np.ndarray, list[str]]:
+        """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
+        labels = self.data.train.labels
+        if labels is None:
+            return np.array([[len(rows)] for rows in self.clients]), ["images"]
+        names = [*self.data.classes, "unlabelled"]
+        counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients])
+        return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
 
     def epsilon_after(self, round: int) -> float:
         """What the client that was chosen most often has spent of its privacy by the end of a round.

@@ -14,6 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+# Page -> chart -> patterns of tags, or (value, low, high) of a band.
+Layout = Mapping[str, Mapping[str, list[str] | tuple[str, str, str]]]
+
 _POINTS = 50  # of one client's curve in one round: a hundred rounds stay quick to load
 
 
@@ -67,7 +70,7 @@ class RunWriter:
 
         Args:
             round: number of the round.
-            values: by full tag, for example ``speed/images_per_second`` or ``loss/contrastive``; ``None`` and nan are
+            values: by full tag, for example ``system/images_per_second`` or ``loss/contrastive``; ``None`` and nan are
                 not written.
         """
         for tag, value in values.items():
@@ -97,6 +100,24 @@ class RunWriter:
             for name, value in zip(names, bucket.mean(0).tolist(), strict=True):
                 self._writer.add_scalar(f"loss_{name}/client_{client:03d}", value, step)
 
+    def clients(self, name: str, round: int, values: Mapping[int, float]) -> None:
+        """A number of each client that trained in a round.
+
+        The first clients have a curve ``client_<name>/client_<number>``; all together are the histogram
+        ``spread/<name>``.
+
+        Args:
+            name: of the number.
+            round: in which they trained.
+            values: by client; what is not finite is not written.
+        """
+        finite = {client: value for client, value in values.items() if math.isfinite(value)}
+        for client in sorted(finite):
+            if client < self._max_clients:
+                self._writer.add_scalar(f"client_{name}/client_{client:03d}", finite[client], round)
+        if finite:
+            self._writer.add_histogram(f"spread/{name}", np.array(list(finite.values())), round)
+
     def partition(self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]) -> None:
         """Who owns what: a heat map, and the size of each client as a table.
 
@@ -125,6 +146,65 @@ class RunWriter:
         from fedx_pl.reporting import plots
 
         self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std), 0, dataformats="HWC")
+
+    def embedding(
+        self, round: int, features: Tensor, images: Tensor, labels: np.ndarray | None, classes: Sequence[str]
+    ) -> None:
+        """How the encoder sees some images: which it finds alike, and a map of all.
+
+        Args:
+            round: after which.
+            features: float (N, D).
+            images: uint8 (N, H, W, C).
+            labels: (N,) or none.
+            classes: their names.
+        """
+        from fedx_pl.reporting import pictures, plots
+
+        rows = pictures.neighbours(features, labels)
+        grid = pictures.neighbour_grid(images, rows, labels)
+        self._writer.add_image("embedding/neighbours", grid, round, dataformats="HWC")
+        figure = pictures.embedding_map(features, labels, classes)
+        self._writer.add_image("embedding/map", plots.pixels(figure), round, dataformats="HWC")
+
+    def projector(self, features: Tensor, images: Tensor, names: Sequence[str]) -> None:
+        """The points of TensorBoard's projector, with the images on them.
+
+        Args:
+            features: float (N, D).
+            images: uint8 (N, H, W, C).
+            names: of the points: their classes, or which images they are.
+        """
+        from fedx_pl.reporting import pictures
+
+        thumbnails = pictures.thumbnails(images)
+        self._writer.add_embedding(features, list(names), thumbnails, tag="encoder")
+
+    def layout(self, pages: Layout) -> None:
+        """Which charts the custom scalars tab has, page by page."""
+        self._writer.add_custom_scalars(
+            {
+                page: {
+                    title: ["Margin" if isinstance(tags, tuple) else "Multiline", list(tags)]
+                    for title, tags in charts.items()
+                }
+                for page, charts in pages.items()
+            }
+        )
+
+    def hparams(self, values: Mapping[str, float | str], metrics: Sequence[str]) -> None:
+        """The settings of this run, and by which scalars runs are compared, for the HParams tab."""
+        from torch.utils.tensorboard.summary import hparams
+
+        experiment, start, _ = hparams(dict(values), dict.fromkeys(metrics, 0.0))
+        for summary in (experiment, start):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def finished(self) -> None:
+        """Marks the run as ended well in the HParams tab."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer._get_file_writer().add_summary(hparams({}, {})[2])
 
     def text(self, tag: str, text: str, round: int = 0) -> None:
         """Markdown, for example the resolved configuration."""

@@ -1,0 +1,246 @@
+"""What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
+
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedx_pl.evaluation.features import extract
+from fedx_pl.federation.client import Update
+from fedx_pl.federation.plan import Plan
+from fedx_pl.reporting.tensorboard import Layout, RunWriter
+
+GALLERY = 1000  # images whose embeddings are drawn
+HEALTH = ("rankme", "uniformity", "feature_std")
+WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
+METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", "accuracy/knn_best", "loss/total")
+
+
+class Cockpit:
+    """Writes a run's numbers, texts and pictures. Use as a context manager around its rounds."""
+
+    def __init__(self, plan: Plan, folder: Path, known: Mapping[str, int] | None) -> None:
+        """Prepares the writer.
+
+        Args:
+            plan: of the run.
+            folder: where the event files go.
+            known: event files and their lengths at the last checkpoint; see `RunWriter`.
+        """
+        self.plan, self.folder = plan, folder
+        self.writer = RunWriter(folder, known=known, max_clients=plan.config.run.client_curves)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+
+    def introduce(self, untrained: Mapping[str, float]) -> None:
+        """Before the first round: the pages, the settings, who owns what, and what the untrained network can do."""
+        plan, writer = self.plan, self.writer
+        writer.hparams(hparams(plan), METRICS)
+        writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
+        if plan.clients:
+            counts, names = plan.class_counts()
+            writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
+            views = next(plan.client_data(0, round=1).epoch(0))
+            writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
+        self._evaluation(0, untrained, [])
+        self._draw(0)
+
+    def round(self, rows: Sequence[Mapping[str, Any]], updates: Sequence[Update], events: Sequence[str]) -> None:
+        """After a round, before it is saved.
+
+        Args:
+            rows: of all rounds, this one last.
+            updates: of its clients.
+            events: what a user should know, in words.
+        """
+        row, writer = rows[-1], self.writer
+        number = row["round"]
+        losses = [key.removeprefix("loss_") for key in row if key.startswith("loss_")]
+        told = list(dict.fromkeys(key for update in updates for key in update.metrics))
+        if number == 1:  # Which terms a method's loss has is not known before.
+            writer.layout(layout(losses, told))
+        if events:
+            writer.text("events", "\n".join(f"- {event}" for event in events), number)
+        self._evaluation(number, row, rows)
+        scalars = {f"loss/{name}": row[f"loss_{name}"] for name in losses} | {"loss/total": row["loss"]}
+        for name in ("total", *losses):
+            scalars |= band(name, scalars[f"loss/{name}"], updates)
+        scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"]}
+        scalars |= {f"clients/{key}": row[key] for key in told}
+        scalars |= {"optim/lr": row["lr"]} | ({"privacy/epsilon": row["epsilon"]} if "epsilon" in row else {})
+        writer.round(number, scalars | self._system(rows))
+        self._clients(number, updates)
+        if self.plan.evaluator.due(number, self.plan.config.federation.rounds)[1]:
+            self._draw(number)
+        if number == self.plan.config.federation.rounds:
+            writer.finished()
+
+    def finish(self) -> None:
+        """After the last round: the final embedding in the projector, once."""
+        if len(self.gallery) < 2 or (self.folder / "projector_config.pbtxt").exists():
+            return
+        features = self._features()
+        if torch.isfinite(features).all():
+            self.writer.projector(features.cpu(), self._images(), self._names())
+
+    def _evaluation(self, round: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        accuracies = {key: found[key] for key in found if "_top" in key}
+        best = {}
+        for kind in ("knn", "linear"):
+            if f"{kind}_top1" in accuracies and round:
+                best[f"{kind}_best"] = max(row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row)
+        self.writer.accuracy(round, accuracies | best)
+        self.writer.round(round, {f"health/{key}": found[key] for key in HEALTH if key in found})
+
+    def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        row, mega = rows[-1], 1e6
+        work = {kind: row[f"{kind}_seconds"] for kind in WORK}
+        whole = sum(work.values()) or 1.0
+        found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
+        found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
+        found |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / mega for way in ("up", "down")}
+        found["system/megabytes_in_all"] = sum(row["bytes_up"] + row["bytes_down"] for row in rows) / mega
+        return found | {
+            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.plan.device).items()
+        }
+
+    def _clients(self, round: int, updates: Sequence[Update]) -> None:
+        """A curve for each of the first clients; of all of them, how they are spread."""
+        told: dict[str, dict[int, float]] = {"images": {update.client: update.num_images for update in updates}}
+        told["loss"] = {update.client: update.losses[:, 0].mean().item() for update in updates if len(update.losses)}
+        for update in updates:
+            for key, value in update.metrics.items():
+                told.setdefault(key, {})[update.client] = value
+            first_step = update.memory.steps - len(update.losses)
+            self.writer.client_losses(update.client, first_step, update.losses, update.loss_names)
+        for key, values in told.items():
+            self.writer.clients(key, round, values)
+
+    # --- the embedding ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gallery(self) -> np.ndarray:
+        """Rows of the images that are drawn: some of the test images, or of the others where there are none.
+
+        None at a coordinator: there the images stay at the sites.
+        """
+        count = len(self._split.images)
+        return np.linspace(0, count - 1, min(GALLERY, count)).astype(int)
+
+    @property
+    def _split(self) -> Any:
+        return self.plan.data.test or self.plan.data.train
+
+    def _images(self) -> Tensor:
+        return torch.from_numpy(np.array(self._split.images[self.gallery]))
+
+    def _labels(self) -> np.ndarray | None:
+        return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
+
+    def _names(self) -> list[str]:
+        labels, classes = self._labels(), self.plan.data.classes
+        if labels is None:
+            return [f"image {row}" for row in self.gallery]
+        return [classes[label] if label >= 0 else "unlabelled" for label in labels]
+
+    def _features(self) -> Tensor:
+        """Of the gallery, by the model as it is now."""
+        return extract(self.plan.model.backbone.to(self.plan.device), self._images(), self.plan.augment.plain)
+
+    def _draw(self, round: int) -> None:
+        if len(self.gallery) < 2:
+            return
+        features = self._features()
+        if torch.isfinite(features).all():
+            self.writer.embedding(round, features.cpu(), self._images(), self._labels(), self.plan.data.classes)
+
+
+def hparams(plan: Plan) -> dict[str, float | str]:
+    """What runs are compared by, and whatever else is not as usual.
+
+    TensorBoard shows the first five by alphabet, capitals first.
+    """
+    config = plan.config
+    main = {
+        "Data": config.data.name,
+        "FedX": config.fedx.enabled,
+        "Method": config.method.name,
+        "Rounds": config.federation.rounds,
+        "Seed": config.seed,
+    }
+    told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
+    rest = {key: value for key, value in config.unusual().items() if key not in told}
+    return {key: _shown(value) for key, value in {**main, **rest}.items()}
+
+
+def _shown(value: Any) -> float | str:
+    """As TensorBoard can take it; true it would show as 1."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, int | float) else str(value)
+
+
+def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
+    """One standard deviation of the clients around the mean of a loss term."""
+    columns = [update.losses[:, update.loss_names.index(name)] for update in updates if name in update.loss_names]
+    spread = statistics.pstdev(column.mean().item() for column in columns if len(column))
+    return {f"loss_band/{name}_low": mean - spread, f"loss_band/{name}_high": mean + spread}
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most this process has used so far, in bytes; of the GPU's memory too, if it trains there."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"ram": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
+
+
+def layout(losses: Sequence[str], told: Sequence[str]) -> Layout:
+    """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
+
+    Args:
+        losses: names of the loss terms, without the total.
+        told: what clients tell of a round beside their losses.
+    """
+    titles = {
+        "drift": "Drift: how far a client went, in lengths of the global weights",
+        "angle": "Angle between a client's embeddings and the global ones (degrees)",
+        "divergence": "Divergence d of FedU",
+    }
+    bands = {name: (f"loss/{name}", f"loss_band/{name}_low", f"loss_band/{name}_high") for name in ("total", *losses)}
+    return {
+        "Accuracy": {
+            "Linear probe, top-1 (%)": ["accuracy/linear_top1$", "accuracy/linear_best$"],
+            "kNN, top-1 (%)": ["accuracy/knn_top1$", "accuracy/knn_best$"],
+        },
+        "Losses": {f"{name}, mean ± std of the clients": tags for name, tags in bands.items()},
+        "Clients": {
+            **{titles.get(name, name): [f"client_{name}/"] for name in told},
+            "Loss by step": ["loss_total/client_"],
+            "Images of the clients that trained": ["client_images/"],
+            "Clients that trained": ["clients/trained$"],
+        },
+        "Health": {
+            "Standard deviation of the features' directions": ["health/feature_std$"],
+            "Uniformity: 0 is a collapse": ["health/uniformity$"],
+            "RankMe: dimensions in use": ["health/rankme$"],
+            "Updates refused": ["clients/dropped$"],
+        },
+        "System": {
+            "Images per second": ["system/images_per_second$"],
+            "Share of the work (%)": ["system/share_"],
+            "Memory, the most so far (GB)": ["system/memory_"],
+            "Traffic of a round (MB)": ["system/megabytes_up$", "system/megabytes_down$"],
+            "Traffic in all (MB)": ["system/megabytes_in_all$"],
+        },
+    }
