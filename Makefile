@@ -15,7 +15,7 @@ REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/res
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format bench report paper tensorboard audit lock clean $(RUNS) $(EXPERIMENTS)
+.PHONY: help install test test-fast lint format docs bench report paper tensorboard audit lock clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
@@ -39,8 +39,8 @@ report: .venv/installed  ## Tables and figures of all finished experiments
 
 install: .venv/installed  ## Create .venv and install fedx-pl (about 5.5 GB with torch)
 
-tensorboard: .venv/installed  ## Open the dashboards of all runs
-	$(BIN)/tensorboard --logdir runs
+tensorboard: .venv/installed  ## The dashboards of all runs, at the address it prints
+	$(BIN)/tensorboard --logdir runs --samples_per_plugin images=100
 
 test: lint .venv/installed-dev  ## Lint, types and all tests, the slow real-data ones too
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
@@ -58,6 +58,9 @@ format: .venv/installed-dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: .venv/installed-dev  ## Build the documentation's pages to site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: .venv/installed  ## How fast a round is: reference, bound and a rival (half an hour)
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -73,7 +76,7 @@ lock: .venv/installed-dev  ## Write the installed versions to requirements.lock
 	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock
 
 clean:  ## Remove the environment and caches; data/ and runs/ stay
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than Python 3.11; type make PYTHON=python3.12 ..."; exit 2; }
@@ -86,5 +89,5 @@ clean:  ## Remove the environment and caches; data/ and runs/ stay
 	@touch $@
 
 .venv/installed-dev: setup.cfg .venv/installed
-	$(INSTALL) -e .[dev,flower,onnx,privacy,ray,tables]
+	$(INSTALL) -e .[dev,docs,flower,onnx,privacy,ray,tables]
 	@touch $@

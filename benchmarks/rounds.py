@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.measure import Lap
 from fedx_pl import config as configuration
+from fedx_pl.federation.client import Update
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import Plan, prepare
 
@@ -78,7 +79,7 @@ class Silent:
     def working(self, worker: str, client: int | None) -> None:
         """Nothing to show."""
 
-    def client(self, round: int, done: int, of: int) -> None:
+    def client(self, round: int, done: int, of: int, update: Update | None) -> None:
         """A client is done."""
         self.clients.append(time.perf_counter())
 

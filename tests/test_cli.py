@@ -27,12 +27,15 @@ def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.Capt
     out = capsys.readouterr().out
     first = out.splitlines()[0]
     assert first == "cifar10-byol-fedx-paper: 2 rounds x 1 epochs, 3 clients, resnet10, seed 0"
-    assert re.search(r"240 images, 32-true on 1 CPU threads: about \d", out)
+    assert re.search(r"240 images, 32-true on 1 CPU thread: about \d", out)
     assert re.search(r"untrained +kNN +\d", out)
     assert re.search(r"round +2/2 +loss +\d.*ETA", out)
     assert re.search(r"linear: last \d+\.\d\d, best \d+\.\d\d, untrained \d+\.\d\d", out)
-    assert "run folder: " in out
-    assert "tensorboard --logdir" in out
+    assert re.search(r"^run folder: \S+$", out, flags=re.MULTILINE)
+    assert re.search(r"^  encoder.safetensors ", out, flags=re.MULTILINE)
+    after = out.partition("\nnext:\n")[2].splitlines()
+    for command in ("tensorboard --logdir ", "fedx-pl evaluate ", "fedx-pl export "):
+        assert any(command in line for line in after)
     assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0  # Finished: the summary again, no training.
     assert "linear: last" in (again := capsys.readouterr().out)
     assert "ETA" not in again
@@ -55,6 +58,39 @@ def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
     out = capsys.readouterr().out
     assert "profile cpu" in out
     assert "PROFILE=paper" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--help"], 0, "fedx-pl train data=cifar10"),
+        ([], 2, "fedx-pl train data=cifar10"),
+        (["--version"], 0, "fedx-pl 0.1.0, Python 3."),
+        (["sweep", "--help"], 0, "--seeds"),
+        (["data", "--help"], 0, "cifar10, cifar100, fmnist"),
+        (["federate", "server", "--help"], 0, "--clients"),
+        (["trian"], 2, "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n"),
+        (
+            ["federate", "sever"],
+            2,
+            "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
+        ),
+        (["completion", "csh"], 2, "did you mean zsh?"),
+        (["train", "--dryrun"], 2, "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n"),
+        (["embed", "run"], 2, "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n"),
+    ],
+)
+def test_help_and_mistakes_in_the_command_need_no_torch(arguments: list[str], code: int, told: str) -> None:
+    heavy = "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
+    script = f"""import atexit, runpy, sys
+atexit.register(lambda: print({heavy}))
+runpy.run_module("fedx_pl", run_name="__main__")"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert told in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +202,7 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
     )
     try:
         deadline = time.monotonic() + 90
-        while not list(tmp_path.glob("run/checkpoints/round_*")) and time.monotonic() < deadline:
+        while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=60)

@@ -2,11 +2,9 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,28 +32,3 @@ def test_byol_with_fedx_learns_on_cifar10_in_the_cpu_profile(tmp_path: Path) -> 
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     assert [int(row["round"]) for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["knn_top1"] for row in rows)
-
-
-def test_a_wheel_carries_the_configuration_files(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    subprocess.run([*command, str(ROOT)], check=True, timeout=300, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    packed = {name.removeprefix("fedx_pl/configs/") for name in names if name.startswith("fedx_pl/configs/")}
-    assert {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml")} <= packed
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    script = "from fedx_pl.config import CONFIGS, compose; compose(['profile=cpu', 'data=svhn']); print(CONFIGS)"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, "-c", script]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path).stdout
-    assert out.strip() == str(tmp_path / "site" / "fedx_pl" / "configs")

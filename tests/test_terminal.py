@@ -1,28 +1,129 @@
-"""What a run shows on a terminal of 80 columns."""
+"""What a run shows: a live display of 80 columns on a terminal, plain lines elsewhere, each warning once."""
 
 import io
 import re
+import warnings
 
+import pytest
+import torch
 from rich.console import Console
 
+from fedx_pl import terminal
+from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.terminal import Terminal
 
 
-def test_the_bar_keeps_its_eta_however_many_workers_there_are() -> None:
-    shown = io.StringIO()
-    console = Console(width=80, force_terminal=True, color_system=None, file=shown)
-    with Terminal(console, rounds=20) as display:
+def update(images: int = 100) -> Update:
+    """Of a client that made two steps."""
+    losses = torch.tensor([[3.0, 2.0, 1.0], [5.0, 3.5, 1.5]])
+    return Update(0, images, {}, ClientMemory({}), losses, ("total", "byol", "local_relation"), images_seen=images)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Console:
+    monkeypatch.delenv("CI", raising=False)
+    return Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
+
+
+@pytest.fixture
+def plain() -> Console:
+    return Console(width=80, force_terminal=False, file=io.StringIO())
+
+
+def lines_of(console: Console) -> list[str]:
+    """What was drawn, without the codes that move the cursor."""
+    assert isinstance(console.file, io.StringIO)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+
+
+def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console) -> None:
+    with Terminal(live, rounds=20) as display:
+        display.expect(1000, first=3)
+        display.step(300)
+        display.client(3, 4, 10, update())
+        display._progress.refresh()
+    lines = lines_of(live)
+    bar = next(line for line in reversed(lines) if line.startswith("round 3/20, 4/10 clients "))
+    assert re.search(r" 30% \d:\d\d:\d\d ETA \d+ s$", bar)
+    below = next(line for line in reversed(lines) if "img/s" in line)
+    assert re.fullmatch(r"[\d,]+ img/s, last client: loss 4.00, byol 2.75, local relation 1.25", below)
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Console) -> None:
+    with Terminal(live, rounds=2) as display:
+        display.expect(10)
+        display.client(1, 5, 5, update())
+        display._progress.refresh()
+        display.row({"round": 1, "loss": 4.0, "images_per_second": 1234.0, "round_seconds": 5.0})
+        display._progress.refresh()
+    lines = lines_of(live)
+    starts = [re.split(r"  | ━", line)[0] for line in lines if line.startswith("round") and "%" in line]
+    assert "round 1/2, evaluating" in starts
+    assert starts[-1] == "round 2/2, 0/5 clients"
+    assert any(re.match(r"round +1/2 +loss +4.00 +1,234 img/s +5.0 s", line) for line in lines)
+
+
+def test_rounds_make_the_bar_where_nobody_tells_of_steps(live: Console) -> None:
+    with Terminal(live, rounds=4) as display:
+        display.client(1, 1, 2, update())
+        display.client(1, 2, 2, None)  # Dropped: the loss of the one before stays.
+        display._progress.refresh()
+    bar = next(line for line in reversed(lines_of(live)) if line.startswith("round 1/4"))
+    assert re.search(r" 25% \d:\d\d:\d\d ETA \d+ s$", bar)
+
+
+def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> None:
+    with Terminal(live, rounds=20) as display:
         display.expect(1000)
         for worker in range(1, 9):
             display.working(f"worker {worker}", 10 * worker)
         display.working("worker 2", None)
         display.step(300)
-        display.client(3, 4, 10)
+        display.client(3, 4, 10, update())
         display._progress.refresh()
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()))]
-    bar = next(line for line in reversed(lines) if line.startswith("round 3/20, client 4/10"))
-    assert re.search(r"30% \d:\d\d:\d\d ETA (-:--:--|\d:\d\d:\d\d)$", bar)
+    lines = lines_of(live)
+    bar = next(line for line in reversed(lines) if line.startswith("round 3/20, 4/10 clients"))
+    assert re.search(r"30% \d:\d\d:\d\d ETA \d+ s$", bar)
     workers = next(line for line in reversed(lines) if line.startswith("worker 1"))
     assert workers.startswith("worker 1: client 10, worker 2: idle, worker 3: client 30")
     assert workers.endswith("…")
     assert all(len(line) <= 80 for line in (bar, workers))
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_without_a_terminal_or_in_ci_there_are_plain_lines_and_a_sign_of_life(
+    ci: bool, plain: Console, live: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = live if ci else plain
+    if ci:
+        monkeypatch.setenv("CI", "true")
+    with Terminal(console, rounds=2) as display:
+        display.expect(10)
+        display.step(5)
+        display.client(1, 1, 2, update())
+        monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+        display.client(1, 2, 2, update())
+    lines = [line for line in lines_of(console) if line]
+    assert len(lines) == 1
+    assert re.fullmatch(r"  round 1/2: 2 of 2 clients done, loss 4.00, [\d,]+ img/s, ETA \d+ s", lines[0])
+
+
+def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:
+    def warn(text: str, category: type[Warning] = UserWarning) -> None:
+        with warnings.catch_warnings():  # As around each fit: Python forgets then what it has shown.
+            warnings.warn(text, category, stacklevel=1)
+
+    with terminal.grouped_warnings(plain):
+        for _ in range(3):
+            warn("the loader is\n slow")
+        warn("seen once")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "chatter")
+            warn("chatter")
+    lines = [line for line in lines_of(plain) if line]
+    assert len(lines) == 3
+    assert re.fullmatch(r"warning: the loader is slow \(UserWarning, test_terminal.py:\d+\)", lines[0])
+    assert lines[1].startswith("warning: seen once (")
+    assert lines[2] == "warning, 3 times: the loader is slow"

@@ -1,26 +1,35 @@
 """Federated self-supervised learning on PyTorch Lightning, with FedX for any method."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from fedx_pl.methods import Embeddings, Loss, SSLMethod, Views
-from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
 
 if TYPE_CHECKING:
     from fedx_pl.api import Federation, federate
     from fedx_pl.encoder import Encoder
+    from fedx_pl.methods import Embeddings, Loss, SSLMethod, Views
+    from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
 
+__version__ = "0.1.0"
 __all__ = [
     "Embeddings", "Encoder", "FedCAMixin", "FedXMixin", "FedXOptions", "Federation", "Loss", "MoonMixin", "SSLMethod",
     "Views", "federate",
 ]  # fmt: skip
 
-_LATER = {"Encoder": "fedx_pl.encoder", "Federation": "fedx_pl.api", "federate": "fedx_pl.api"}
+_HOMES = {
+    "fedx_pl.api": ("Federation", "federate"),
+    "fedx_pl.encoder": ("Encoder",),
+    "fedx_pl.methods": ("Embeddings", "Loss", "SSLMethod", "Views"),
+    "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What only some need is imported when it is asked for."""
-    if name not in _LATER:
-        raise AttributeError(f"module 'fedx_pl' has no attribute {name!r}")
-    import importlib
+    """A public name is imported when it is asked for: torch takes seconds, and ``fedx-pl --help`` needs none of it."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'fedx_pl' has no attribute {name!r}")
 
-    return getattr(importlib.import_module(_LATER[name]), name)
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

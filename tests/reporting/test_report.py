@@ -282,7 +282,7 @@ def test_results_of_no_experiment_still_make_a_page(tmp_path, results, definitio
 
 
 def test_without_results_the_user_is_told_what_to_type(tmp_path, definitions):
-    with pytest.raises(UserError, match="make table1 PROFILE=mini"):
+    with pytest.raises(UserError, match="fedx-pl sweep table1 profile=mini"):
         write_report(tmp_path / "nothing", definitions)
 
 

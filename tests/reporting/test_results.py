@@ -103,9 +103,9 @@ def test_a_run_without_the_evaluation_of_the_experiment_is_not_its_result(tmp_pa
 
 
 def test_an_empty_folder_says_what_to_type(tmp_path):
-    with pytest.raises(UserError, match="make table1 PROFILE=mini"):
+    with pytest.raises(UserError, match="fedx-pl sweep table1 profile=mini"):
         read_results(tmp_path)
-    with pytest.raises(UserError, match="make table1 PROFILE=mini"):
+    with pytest.raises(UserError, match="fedx-pl sweep table1 profile=mini"):
         read_results(tmp_path / "nowhere")
 
 

@@ -33,8 +33,8 @@ FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 class Display(Watcher, Protocol):
     """What the orchestrator and its engine tell while a run goes on."""
 
-    def client(self, round: int, done: int, of: int) -> None:
-        """A client of the round is done."""
+    def client(self, round: int, done: int, of: int, update: Update | None) -> None:
+        """A client of the round is done; None if its update was refused."""
 
     def row(self, row: dict[str, Any]) -> None:
         """A round is done and saved."""
@@ -49,7 +49,7 @@ class Silent(Display):
     def working(self, worker: str, client: int | None) -> None:
         """Nothing to show."""
 
-    def client(self, round: int, done: int, of: int) -> None:
+    def client(self, round: int, done: int, of: int, update: Update | None) -> None:
         """Nothing to show."""
 
     def row(self, row: dict[str, Any]) -> None:
@@ -179,7 +179,8 @@ class Orchestrator:
                 record = self.checkpoints.save_client(update)
                 self.pending.save(round, update, record)
                 found.keep(update, record)
-            self.display.client(round, len(found.updates), len(chosen))
+            last = found.updates[-1] if outcome.client in found.records else None
+            self.display.client(round, len(found.updates), len(chosen), last)
         found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
         return found
 

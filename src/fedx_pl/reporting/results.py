@@ -84,7 +84,7 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
         found[result.hash] = result
     if not found:
         left_out = f": {'; '.join(problems)}" if problems else ""
-        raise UserError(f"{folder} has no results{left_out}; type make table1 PROFILE=mini to make some")
+        raise UserError(f"{folder} has no results{left_out}; type fedx-pl sweep table1 profile=mini to make some")
     profiles = sorted({result.profile for result in found.values()})
     if len(profiles) > 1:
         raise UserError(f"{folder} has results of several profiles ({', '.join(profiles)}); give each its own folder")

@@ -1,0 +1,231 @@
+"""What mkdocs cannot do by itself, in three places: pages made from the code, code and links in pages, equations.
+
+- `on_files` adds the pages that would go stale if somebody wrote them by hand: all configuration keys, all commands,
+  and the Markdown files that live beside what they describe (experiments, benchmarks).
+- `on_page_markdown` replaces a paragraph that is nothing but a link to an object, such as
+  ``[`fedx_pl.losses.relational`](FILE)``, by the source of that object, and mends links that lead out of docs/.
+- `on_page_content` turns LaTeX into MathML, which browsers draw without a script.
+"""
+
+import ast
+import contextlib
+import html
+import importlib
+import inspect
+import io
+import os
+import re
+import textwrap
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from fedx_pl import cli, config, methods
+
+ROOT = Path(__file__).parents[1]
+REPORT = "experiments/results/mini"
+
+# Files outside docs/ that are pages of the site: by the page's place in it.
+INCLUDED = {
+    "evidence/results.md": "experiments/README.md",
+    "evidence/report.md": f"{REPORT}/report.md",
+    "evidence/benchmarks.md": "benchmarks/README.md",
+} | {f"evidence/figures/{file.name}": f"{REPORT}/figures/{file.name}" for file in (ROOT / REPORT).glob("figures/*.png")}
+
+_SOURCE = re.compile(r"^\[`(fedx_pl[\w.]+)`\]\((\S+\.py)\)$", re.MULTILINE)
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+_MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made, not written."""
+    for place, origin in INCLUDED.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / origin)))
+    files.append(File.generated(config, "reference/configuration.md", content=configuration_page()))
+    files.append(File.generated(config, "reference/cli.md", content=cli_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts code into the page and mends its links."""
+    place = page.file.src_uri
+    origin = PurePosixPath(INCLUDED.get(place, f"docs/{place}"))
+    markdown = _SOURCE.sub(lambda found: source_block(found[1], found[2]), markdown)
+    markdown = markdown.replace("<details>", '<details markdown="1">')  # GitHub reads Markdown inside of it as it is.
+    return _LINK.sub(lambda found: _mended(found, origin, PurePosixPath(place)), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Draws the equations."""
+    return _MATH.sub(_mathml, html)
+
+
+def source_block(name: str, file: str) -> str:
+    """The code of an object without its docstring, as a block with the file's name above it.
+
+    Args:
+        name: dotted, e.g. ``fedx_pl.losses.relational`` or ``fedx_pl.mixins.fedx.FedXMixin.loss``.
+        file: which the page says it is in; another one is an error.
+    """
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        with contextlib.suppress(ImportError):
+            found: Any = importlib.import_module(".".join(parts[:end]))
+            break
+    try:
+        for part in parts[end:]:
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise PluginError(f"there is no {name} to show: {error}") from error
+    found = inspect.unwrap(found)
+    path = Path(inspect.getsourcefile(found) or "").resolve()
+    title = file.lstrip("./")
+    if not path.as_posix().endswith(title.removeprefix("src")):
+        raise PluginError(f"{name} is in {path}, not in {file}")
+    code = _without_docstring(textwrap.dedent(inspect.getsource(found)))
+    return f'```python title="{title}"\n{code}\n```'
+
+
+def _without_docstring(code: str) -> str:
+    """The page says in its own words, beside the code, what a docstring would say again."""
+    definition = ast.parse(code).body[0]
+    lines = code.rstrip().splitlines()
+    if ast.get_docstring(definition) is not None:  # type: ignore[arg-type]
+        first = definition.body[0]  # type: ignore[attr-defined]
+        del lines[first.lineno - 1 : first.end_lineno]
+    return "\n".join(lines)
+
+
+def _mended(link: re.Match[str], origin: PurePosixPath, place: PurePosixPath) -> str:
+    """A link as it must be on the site: to a page, or, if what it leads to is only in the repository, its path."""
+    target = link["target"]
+    if "://" in target or target.startswith("mailto:"):
+        return link[0]
+    path = PurePosixPath(os.path.normpath(origin.parent / target))
+    inside = {source: page for page, source in INCLUDED.items()} | {"README.md": "index.md"}
+    to = str(path.relative_to("docs")) if path.is_relative_to("docs") else inside.get(str(path))
+    if to is not None:
+        relative = os.path.relpath(to, place.parent)
+        return f"{link['image']}[{link['text']}]({relative}{link['anchor'] or ''})"
+    if not (ROOT / path).exists():
+        return link[0]  # Stale: mkdocs says so.
+    plain = link["text"].strip("`*")
+    return f"`{path}`" if str(path).endswith(plain) else f"{link['text']} (`{path}`)"
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found[1] == "div" else "inline"
+    return convert(html.unescape(found[2]).strip(), display=display)
+
+
+# --- generated pages ------------------------------------------------------------------------------------------------
+
+
+def configuration_page() -> str:
+    """All groups, choices and keys, from the schema that checks them."""
+    lines = [
+        "# Configuration",
+        "",
+        "Generated from the schema: this is what `fedx-pl train --help` prints, for the version these pages were built "
+        "from. An override is `group=choice` or `key=value`. Choices are applied first, in the order data, recipe, "
+        "profile, wherever they stand; then each key. Unknown keys, choices and wrong types are errors that name the "
+        "nearest valid one. Defaults are the paper's.",
+        "",
+        "## Choices",
+        "",
+        f"`method=` {_words(config.choices('method'))} or your own `package.module:Class`; keys are [below](#methods).",
+        "",
+        "The others are files that change defaults, and nothing else; all of them:",
+        "",
+    ]
+    for group in config.FILE_GROUPS:
+        lines += [f"### {group}=", ""]
+        for choice in config.choices(group):
+            text = (config.CONFIGS / group / f"{choice}.yaml").read_text().rstrip()
+            lines += [f'```yaml title="{group}={choice}"', text, "```", ""]
+    lines += [
+        "`profile=auto` is `paper` with a GPU and `cpu` without. `experiment=DATA-METHOD[-fedx]` is short for "
+        "`data=DATA method=METHOD fedx=true|false`.",
+        "",
+        "## Keys",
+        "",
+    ]
+    tables: dict[str, list[tuple[str, Any, str]]] = {}
+    for key, default, text in config.all_keys():
+        tables.setdefault(key.rpartition(".")[0], []).append((key, default, text))
+    for group, rows in tables.items():
+        lines += [f"### {group or 'the run'}", "", *([_purpose(group), ""] if group else []), *_table(rows), ""]
+    lines += ["## Methods", ""]
+    for name, method in methods.BUILT_IN.items():
+        keys = config.hyper_parameters(method).items()
+        lines += [f"### method={name}", "", inspect.cleandoc(method.__doc__ or "").partition("\n")[0], ""]
+        lines += [*_table([(f"method.{key}", default, text) for key, (_, default, text) in keys]), ""]
+    return "\n".join(lines)
+
+
+def cli_page() -> str:
+    """The help of every command."""
+    lines = [
+        "# Command line",
+        "",
+        "Generated from the commands themselves. `fedx-pl COMMAND --help` prints the same; keys are on the page "
+        "[Configuration](configuration.md).",
+        "",
+        *_help_sections([]),
+    ]
+    return "\n".join(lines)
+
+
+def _help_sections(words: list[str]) -> list[str]:
+    text = _help(words)
+    text = text.partition("\ngroups (group=choice):")[0].rstrip()  # They have a page of their own.
+    lines = [f"{'#' * min(len(words) + 2, 3)} `{' '.join(['fedx-pl', *words])}`", "", "```text", text, "```", ""]
+    for command in re.findall(r"^    ([a-z]+)(?:  +\S.*)?$", text, re.MULTILINE):
+        lines += _help_sections([*words, command])
+    return lines
+
+
+def _help(words: list[str]) -> str:
+    printed = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"  # As wide as a page, whatever the terminal of the build.
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*words, "--help"])
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return printed.getvalue()
+
+
+def _purpose(group: str) -> str:
+    """The first line of the docstring of a group's options."""
+    options: Any = config.Config()
+    for part in group.split("."):
+        options = getattr(options, part)
+    return inspect.cleandoc(type(options).__doc__ or "").partition("\n")[0]
+
+
+def _table(rows: list[tuple[str, Any, str]]) -> list[str]:
+    return [
+        "| key and default | meaning |",
+        "|---|---|",
+        *(f"| `{key}={_value(default)}` | {text.replace('|', '&#124;')} |" for key, default, text in rows),
+    ]
+
+
+def _value(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"[{','.join(map(_value, default))}]" if isinstance(default, list | tuple) else str(default)
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,252 @@
+"""Every block of code in README.md and docs/ does what the page says: it runs, or it is what the program accepts.
+
+Python blocks of a page run in order, in one namespace and in one folder. Federations are shrunk to tiny images on the
+way in. Commands are read by the real parser and their overrides composed; in tutorials they are run as well.
+"""
+
+import argparse
+import configparser
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doc_blocks import PAGES, ROOT, SHELL, blocks_of, prose_of
+from PIL import Image
+from safetensors.torch import save_file
+
+from fedx_pl import api, backbones, cli, methods
+from fedx_pl.config import Config, all_keys, compose, hyper_parameters
+from fedx_pl.revisit import KINDS
+
+pytestmark = pytest.mark.xdist_group("docs")
+OTHER_PROGRAMS = ("cd", "export", "python", "ray")  # Of which nothing is checked.
+
+
+@pytest.fixture(scope="module")
+def tiny_words(tiny_root: Path) -> list[str]:
+    """Overrides that make any federation one of seconds."""
+    return [
+        f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10",
+        "backbone.width=4", "federation.clients=3", "evaluation.linear.epochs=5", "run.threads=1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) -> Path:
+    """A folder with what pages speak of: ``runs/NAME``, ``images/``, ``query.jpg``, experiments, a method."""
+    folder = tmp_path_factory.mktemp("workshop")
+    words = ["train", "method=byol", "fedx=true", *tiny_words, "federation.rounds=1", "federation.epochs=1"]
+    assert cli.main([*words, f"run.dir={folder / 'runs' / 'NAME'}"]) == 0
+    (folder / "runs" / "...").mkdir()
+    paper = backbones.build(Config().backbone, channels=3, image_size=32)
+    save_file(paper.state_dict(), folder / "runs" / "..." / "encoder.safetensors")
+    rng = np.random.default_rng(0)
+    for name in ("query.jpg", "images/a.jpg", "images/site/b.png", "images/site/c.png"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name)
+    shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("results"))
+    (folder / "my_module.py").write_text("from fedx_pl.methods import SimCLR\nclass MySSL(SimCLR): pass\n")
+    return folder
+
+
+@pytest.fixture
+def at_work(workshop: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the workshop, with every federation shrunk; modules that pages wrote are forgotten afterwards."""
+
+    def shrunk(words: list[str]) -> Config:
+        return compose([*words, *shrink(words, tiny_words)])
+
+    monkeypatch.chdir(workshop)
+    monkeypatch.syspath_prepend(str(workshop))
+    monkeypatch.setattr(api, "compose", shrunk)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(workshop) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def shrink(words: list[str], tiny_words: list[str]) -> list[str]:
+    """What makes a run tiny, but as many rounds as it says itself."""
+    says = any(word.startswith("federation.rounds=") for word in words)
+    return [*tiny_words, *([] if says else ["federation.rounds=2"])]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.usefixtures("at_work")
+def test_the_blocks_of_a_page_work_in_order(page: Path, tiny_words: list[str]) -> None:
+    tutorial = page.parent.name == "tutorials"
+    names: dict[str, object] = {"__name__": "__docs__"}
+    for block in blocks_of(page):
+        if block.title and block.language != "text":
+            Path(block.title).parent.mkdir(exist_ok=True, parents=True)
+            Path(block.title).write_text(block.text)
+        if block.exempt:
+            continue
+        if block.language == "python":
+            # Line numbers in a traceback are then the page's.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
+        elif block.language in SHELL:
+            for words in block.commands:
+                check_command(words, tiny_words if tutorial else None, str(block))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.usefixtures("at_work")
+def test_commands_in_the_text_are_accepted(page: Path) -> None:
+    for command in re.findall(r"`((?:fedx-pl|make) [^`]+)`", prose_of(page)):
+        check_command(command.split(), None, f"{page.relative_to(ROOT)}: {command}")
+
+
+def check_command(words: list[str], tiny_words: list[str] | None, where: str) -> None:
+    """Fails if a command would be refused; with ``tiny_words``, runs it as well."""
+    program, *arguments = words
+    if program == "fedx-pl":
+        check_fedx_pl(arguments, tiny_words, where)
+    elif program == "make":
+        check_make(arguments, where)
+    elif program == "pip":
+        check_pip(arguments, where)
+    elif program == "pytest":
+        assert (ROOT / arguments[0]).exists(), where
+    else:
+        assert program in OTHER_PROGRAMS, f"{where}: is {program} a command? Nothing here checks it"
+
+
+def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str) -> None:
+    arguments = [word.strip("[]") for word in arguments if word not in ("...", "[...]")]
+    if arguments[-1] in ("--help", "COMMAND") or len(arguments) == 1:
+        arguments = [*arguments[:1], "--help"]
+    command = arguments[0]
+    if "--help" in arguments:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0, where
+        return
+    options = parse(arguments, where)
+    overrides = [word for word in options.overrides if "=" in word and not word.startswith("allow_code=")]
+    if command in ("export", "embed", "neighbours") and options.run.exists():
+        assert cli.main(arguments) == 0, where
+    elif command == "sweep":
+        assert cli.main([*arguments, *([] if options.dry_run else ["--dry-run"])]) == 0, where
+    elif command == "evaluate":
+        kinds = {word for word in options.overrides if "=" not in word}
+        assert kinds <= set(KINDS), f"{where}: {kinds}"
+        compose(overrides)
+    elif command == "data":
+        compose([f"data={options.name}", *overrides])
+    elif command in ("train", "federate"):
+        compose(overrides)
+    if tiny_words and command in ("train", "data"):
+        more = [word for word in tiny_words if command == "train" or word.startswith("data.")]
+        more = more if command == "data" else shrink(overrides, more)
+        assert cli.main([*arguments, *more]) == 0, where
+
+
+def parse(arguments: list[str], where: str) -> argparse.Namespace:
+    """As `cli.main` does it."""
+    try:
+        options, more = cli.make_parser().parse_known_args(arguments)
+    except SystemExit:
+        pytest.fail(f"{where}: fedx-pl does not take {arguments}")
+    unknown = [word for word in more if word.startswith("-")]
+    assert not unknown, f"{where}: unknown option {unknown[0]}"
+    options.overrides += more
+    return options
+
+
+def check_make(arguments: list[str], where: str) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    optional = re.sub(r"\[[^\]]*\]|'[^']*\]", "", " ".join(arguments)).split()  # [-fedx], [PROFILE=...]
+    targets = [target for word in optional if "=" not in word for target in expand(word)]
+    if any(target.isupper() or "DATA" in target or target == "NAME" for target in targets):
+        return  # make DATA-METHOD: a pattern
+    values = [word for word in optional if "=" in word]
+    command = ["make", "-n", "-o", ".venv/installed", "-o", ".venv/installed-dev", *targets, *values]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{where}: {done.stderr}"
+
+
+def expand(word: str) -> list[str]:
+    """``{a,b}-{c,d}`` -> a-c, a-d, b-c, b-d."""
+    parts = [part.split(",") for part in re.findall(r"\{([^}]*)\}", word)]
+    return [re.sub(r"\{[^}]*\}", "{}", word).format(*choice) for choice in itertools.product(*parts)]
+
+
+def check_pip(arguments: list[str], where: str) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for extras in re.findall(r"fedx-pl\[([\w,]+)\]", " ".join(arguments)):
+        unknown = set(extras.split(",")) - set(setup["options.extras_require"])
+        assert not unknown, f"{where}: setup.cfg has no extra {unknown}"
+
+
+def test_keys_that_the_text_names_exist() -> None:
+    known = {key for key, _, _ in all_keys()}
+    known |= {f"method.{key}" for method in methods.BUILT_IN.values() for key in hyper_parameters(method)}
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    shown = re.compile(rf"`((?:{'|'.join(groups)})\.[a-z_.]+)(?:=[^`]*)?`")
+    for page in PAGES:
+        code = "\n".join(block.text for block in blocks_of(page) if block.language == "python")
+        for key in shown.findall(prose_of(page)):
+            if key.endswith((".md", ".py", ".yaml", ".json", ".sh")):
+                continue
+            group = any(name.startswith(f"{key.rstrip('.')}.") for name in known)
+            own = f"{key.removeprefix('method.')}: " in code  # of a method that the page writes
+            assert key in known or group or own, f"{page.relative_to(ROOT)} speaks of {key}, which is no key"
+
+
+def test_few_blocks_are_exempt_and_each_says_why() -> None:
+    exempt = [block for page in PAGES for block in blocks_of(page) if block.exempt]
+    assert len(exempt) <= 3, [str(block) for block in exempt]
+    marks = sum(page.read_text().count("<!-- not run") for page in PAGES if page.name != "contributing.md")
+    assert marks == len(exempt), "a mark that is not right above a block, or that gives no reason"
+
+
+def test_blocks_are_found_in_both_styles(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text:\n\n    fedx-pl data cifar10   # comment\n\n- item\n\n    of the item\n\n"
+        '```python title="a.py"\nx = 1\n```\n\n<!-- not run: because -->\n\n    from a import b\n\n'
+        "```console\n$ make test\nok\n```\n"
+    )
+    found = blocks_of(page)
+    assert [(b.language, b.title, b.exempt, b.line) for b in found] == [
+        ("bash", "", "", 3), ("python", "a.py", "", 10), ("python", "", "because", 15), ("console", "", "", 18),
+    ]  # fmt: skip
+    assert found[0].commands == [["fedx-pl", "data", "cifar10"]]
+    assert found[3].commands == [["make", "test"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fedx-pl train federation.round=3",
+        "fedx-pl train --dryrun",
+        "fedx-pl evaluate runs/NAME lineer",
+        "fedx-pl sweep tabel1",
+        "make cifar10-bioll",
+        "make {cifar10,svnh}-byol",
+        "pip install fedx-pl[rays]",
+        "fedx train",
+    ],
+)
+@pytest.mark.usefixtures("at_work")
+def test_stale_commands_are_noticed(words: str) -> None:
+    """Each is a mistake that a page could make after the program has changed."""
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        check_command(words.split(), None, "here")
+
+
+def test_the_collector_sees_the_pages() -> None:
+    """A change of style that hides all blocks from these tests would otherwise pass them."""
+    run = [block for page in PAGES for block in blocks_of(page) if block.language in ("python", *SHELL)]
+    assert len(run) > 30
+    assert {"README.md", "first-federation.md", "data.md", "scale.md"} <= {block.page.name for block in run}

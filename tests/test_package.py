@@ -1,0 +1,126 @@
+"""What is installed: the public names, the metadata, and a wheel that works outside the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import fedx_pl
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("src", "configs", "experiments", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in fedx_pl.__all__:
+        assert getattr(fedx_pl, name).__name__ == name
+        assert name in dir(fedx_pl)
+    with pytest.raises(AttributeError, match="no attribute 'FedY'"):
+        fedx_pl.FedY  # noqa: B018
+
+
+def test_the_public_names_import_little_beside_torch_and_lightning() -> None:
+    script = """import sys, torch, pytorch_lightning
+before = set(sys.modules)
+from fedx_pl import FedXMixin, SSLMethod
+print(*{name.partition(".")[0] for name in set(sys.modules) - before})"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    slow = {"matplotlib", "scipy", "pandas", "omegaconf", "rich", "tensorboard", "flwr", "ray", "torchvision"}
+    assert not slow & set(done.stdout.split())
+
+
+def test_one_version_is_told_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fedx_pl.__version__
+    assert f"## [{fedx_pl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert any(one.get("value") == "2207.09158" for one in citation["preferred-citation"]["identifiers"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: an older build folder in the checkout would get into it."""
+    tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("*.egg-info", "__pycache__")
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(made)]
+    subprocess.run([*command, str(tree)], check=True, timeout=300)
+    return next(made.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command `fedx-pl` of a new environment that borrows what the wheel depends on."""
+    home = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=120)
+    python = home / "bin" / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    own = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
+    # A path in a .pth file lends packages, but not this checkout, which the lender itself has by a .pth file.
+    (Path(own) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, timeout=300)
+    return home / "bin" / "fedx-pl"
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_files_and_no_others(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "fedx_pl").rglob("*.py")}
+    data = {Path("fedx_pl") / path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    data |= {Path("fedx_pl") / path.relative_to(ROOT) for path in (ROOT / "experiments").glob("*.yaml")}
+    expected = {*modules, *data, Path("fedx_pl/experiments/paper/tables.yaml"), Path("fedx_pl/py.typed")}
+    packed = {Path(name) for name in names if ".dist-info/" not in name}
+    assert packed == expected
+    assert f"fedx_pl-{fedx_pl.__version__}.dist-info/licenses/LICENSE" in names
+
+
+@pytest.mark.slow
+def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for i in range(12):
+        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
+    shown = run(installed, "--version", cwd=tmp_path)
+    assert shown.stdout.startswith(f"fedx-pl {fedx_pl.__version__}, Python 3.")
+    words = ["data=folder", "data.root=images", "data.image_size=32", "method=byol", "fedx=true", "profile=cpu",
+             "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1",
+             "optim.batch_size=4", "run.threads=1", "run.dir=run"]  # fmt: skip
+    trained = run(installed, "train", *words, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "run" / "encoder.safetensors").exists()
+    # The other commands in one process, which imports torch once.
+    script = f"""import fedx_pl
+from fedx_pl.cli import main
+print(fedx_pl.__file__)
+assert main(["train", *{[*words, "run.dir=other"]}, "--dry-run"]) == 0
+assert main(["sweep", "relation", "profile=mini", "--dry-run"]) == 0
+assert main(["sweep"]) == 2
+assert main(["report"]) == 2"""
+    others = run(installed.with_name("python"), "-c", script, cwd=tmp_path)
+    assert others.returncode == 0, others.stderr
+    assert others.stdout.startswith(f"{installed.parents[1]}{os.sep}")
+    assert "the run folder would be other" in others.stdout
+    assert "fedx-pl train profile=mini seed=0 " in others.stdout
+    assert "fedx-pl sweep NAME, one or more of ablation, " in others.stderr
+    assert "has no results; type fedx-pl sweep table1 profile=mini to make some" in others.stderr
+    assert not any((tmp_path / name).exists() for name in ("other", "experiments"))
