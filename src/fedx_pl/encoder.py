@@ -29,10 +29,11 @@ SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch
 class Encoder(nn.Module):
     """A backbone with the normalisation it was trained with: images in, features out.
 
-    Example::
+    Example:
+        >>> encoder = Encoder.of("runs/NAME")  # doctest: +SKIP
+        >>> features = encoder(images)  # doctest: +SKIP
 
-        encoder = Encoder.of("runs/NAME")
-        features = encoder(images)            # (n, C, h, w), floats from 0 to 1 -> (n, feature_dim)
+        Images are (n, C, h, w) floats from 0 to 1, features (n, feature_dim).
     """
 
     mean: Tensor

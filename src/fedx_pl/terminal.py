@@ -228,6 +228,7 @@ def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def duration(seconds: float) -> str:
     """``75`` -> ``1 min 15 s``; coarse for long ones."""
+    seconds = round(seconds)  # First, or there would be minutes of 60 seconds.
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -1,7 +1,9 @@
 """What a real small run shows in TensorBoard: each chart has its curves, and the numbers are right."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +158,10 @@ def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
         for client, losses in enumerate([[0.0, 2.0], [5.0]])
     ]
     assert band("total", 4.0, updates) == {"loss_band/total_low": 2.0, "loss_band/total_high": 6.0}
+    broken = replace(updates[0], losses=torch.tensor([[math.inf], [math.nan]]))
+    assert all(map(math.isnan, band("total", math.nan, [broken, updates[1]]).values()))
+    empty = replace(updates[0], losses=torch.zeros(0, 1))
+    assert band("total", 4.0, [empty]) == {"loss_band/total_low": 4.0, "loss_band/total_high": 4.0}
 
 
 def test_drift_is_the_step_in_lengths_of_the_global_weights() -> None:

@@ -1,7 +1,6 @@
 """What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
 
 import resource
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -110,7 +109,8 @@ class Cockpit:
         found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
         found |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / mega for way in ("up", "down")}
-        found["system/megabytes_in_all"] = sum(row["bytes_up"] + row["bytes_down"] for row in rows) / mega
+        travelled = (row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))  # Older rows do not tell.
+        found["system/megabytes_in_all"] = sum(travelled) / mega
         return found | {
             f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.plan.device).items()
         }
@@ -194,7 +194,8 @@ def _shown(value: Any) -> float | str:
 def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
     """One standard deviation of the clients around the mean of a loss term."""
     columns = [update.losses[:, update.loss_names.index(name)] for update in updates if name in update.loss_names]
-    spread = statistics.pstdev(column.mean().item() for column in columns if len(column))
+    means = [column.mean() for column in columns if len(column)]
+    spread = torch.stack(means).std(correction=0).item() if means else 0.0
     return {f"loss_band/{name}_low": mean - spread, f"loss_band/{name}_high": mean + spread}
 
 
