@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedx_pl import terminal
 from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.terminal import Terminal
+from fedx_pl.terminal import Terminal, duration
 
 
 def update(images: int = 100) -> Update:
@@ -127,3 +127,11 @@ def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:
     assert re.fullmatch(r"warning: the loader is slow \(UserWarning, test_terminal.py:\d+\)", lines[0])
     assert lines[1].startswith("warning: seen once (")
     assert lines[2] == "warning, 3 times: the loader is slow"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59.4, "59 s"), (59.6, "1 min 0 s"), (119.7, "2 min 0 s"), (3599.8, "1 h 0 min"), (90000, "1.0 days")],
+)
+def test_a_duration_never_has_sixty_seconds(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
