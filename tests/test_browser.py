@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +21,16 @@ from fedx_pl.federation.plan import prepare
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # WebGL without a GPU, for the projector.
 FLAGS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"]
+# Page, chart, and how many curves two runs have there: of both, of the three clients, or of FedX only.
 PAGES = {
-    "Accuracy": ["Linear probe, top-1 (%)", "kNN, top-1 (%)"],
-    "Losses": ["total, mean ± std of the clients", "global_relation, mean ± std of the clients"],
-    "Clients": ["Drift", "Angle", "Divergence d of FedU", "Loss by step"],
-    "Health": ["Standard deviation", "Uniformity", "RankMe", "Updates refused"],
-    "System": ["Images per second", "Share of the work", "Memory", "Traffic of a round", "Traffic in all"],
-}
+    "Accuracy": {"Linear probe, top-1 (%)": 4, "kNN, top-1 (%)": 4},
+    "Losses": {"total, mean ± std": 2, "byol, mean ± std": 2, "global_relation, mean ± std": 1},
+    "Clients": {"Drift": 6, "Angle": 6, "Divergence d of FedU": 6, "Loss by step": 6, "Images of the clients": 6},
+    "Health": {"Standard deviation": 2, "Uniformity": 2, "RankMe": 2, "Updates refused": 2},
+    "System": {
+        "Images per second": 2, "Share of the work": 8, "Memory": 2, "Traffic of a round": 4, "Traffic in all": 2,
+    },
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,21 +51,19 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         ]  # fmt: skip
         Orchestrator(prepare(compose(words), report=lambda line: None), Silent()).run()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(root), "--port", "0", "--host", "127.0.0.1"]
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        try:
-            assert server.stderr is not None
-            for line in server.stderr:
-                log.write(line)
-                if found := re.search(r"http://\S+", line):
-                    yield found[0]
-                    break
-            else:
-                log.seek(0)
-                pytest.fail(log.read())
-        finally:
-            server.terminate()
-            server.wait()
+    log = root / "log"
+    with open(log, "w") as lines:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=lines)
+    try:
+        for _ in range(300):
+            if found := re.search(r"http://\S+", log.read_text()):
+                yield found[0]
+                return
+            time.sleep(0.2)
+        pytest.fail(log.read_text())
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,24 @@ class Page:
         self.window.goto("about:blank")
         self.window.goto(f"{self.address}#{tab}")
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, within: str = "", exact: bool = False) -> None:
         """Until it can be seen, in whatever frame (the projector lives in one of its own)."""
         for _ in range(300):
-            if any(frame.get_by_text(text).locator("visible=true").count() for frame in self.window.frames):
-                return
+            for frame in self.window.frames:
+                place = frame.locator(within) if within else frame
+                if place.get_by_text(text, exact=exact).locator("visible=true").count():
+                    return
             self.window.wait_for_timeout(200)
         pytest.fail(f"{text!r} did not show within a minute")
+
+    def wait_for_images(self, count: int) -> None:
+        """Until so many are really there, not only asked for."""
+        loaded = "images => images.filter(image => image.naturalWidth > 0).length"
+        for _ in range(300):
+            if self.window.locator("img").evaluate_all(loaded) >= count:
+                return
+            self.window.wait_for_timeout(200)
+        pytest.fail(f"{count} images did not load within a minute")
 
     def keep(self, name: str) -> None:
         if folder := os.environ.get("FEDX_SCREENSHOTS"):
@@ -107,25 +119,29 @@ class Page:
 def test_each_page_shows_its_charts(page: Page) -> None:
     page.open("custom_scalars", height=3200)
     for title, charts in PAGES.items():
-        page.wait_for(title)
-        for chart in charts:
-            page.wait_for(chart)
-    page.wait_for("Matches (4)")  # accuracy: two runs, now and best
+        page.wait_for(title, exact=True)
+        for chart, curves in charts.items():
+            # The card of a chart, whichever kind, says how many curves of all runs it has found.
+            kinds = ("tf-custom-scalar-multi-line-chart-card", "tf-custom-scalar-margin-chart-card")
+            card = ", ".join(f"{kind}:has-text({chart!r})" for kind in kinds)
+            page.wait_for(f"Matches ({curves})", within=card)
     page.keep("pages")
 
 
 def test_pictures_of_the_embedding_the_split_and_the_views(page: Page) -> None:
     page.open("images", height=1600)
-    for tag in ("embedding/map", "embedding/neighbours", "partition/heatmap", "views"):
+    for tag in ("embedding/map", "embedding/neighbours", "partition/heatmap"):
         page.wait_for(tag)
+    page.wait_for("views", exact=True)
+    page.wait_for_images(4)
     page.keep("images")
 
 
 def test_a_sweep_can_be_sorted_by_its_settings(page: Page) -> None:
     page.open("hparams")
     for column in ("Data", "FedX", "Method", "Rounds", "Seed", "accuracy/linear_top1"):
-        page.wait_for(column)
-    page.wait_for("fedu")
+        page.wait_for(column, exact=column.isalpha())
+    page.wait_for("fedu", exact=True)
     page.keep("hparams")
 
 
@@ -137,5 +153,5 @@ def test_the_projector_shows_the_final_embedding(page: Page) -> None:
 
 def test_the_configuration_is_there_as_text(page: Page) -> None:
     page.open("text")
-    page.wait_for("config")
+    page.wait_for("client_curves: 10")
     page.keep("text")

@@ -90,7 +90,8 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
 
     with terminal.Terminal(Console(markup=False, highlight=False), config.federation.rounds) as display:
         orchestrator = Orchestrator(plan, display)
-        display.expect(plan.steps_between(orchestrator.state.round + 1, config.federation.rounds))
+        first = orchestrator.state.round + 1
+        display.expect(plan.steps_between(first, config.federation.rounds), first)
         return Federation(orchestrator.run())
 
 

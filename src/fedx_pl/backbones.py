@@ -77,7 +77,7 @@ def eager(network: nn.Module) -> AbstractContextManager[None]:
 
     Eval mode and other batch sizes would be compiled anew, which takes longer than it saves.
     """
-    compiled = network._compiled_call_impl is not None
+    compiled = any(module._compiled_call_impl is not None for module in network.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags := [word for word in more if word.startswith("-")]:
         known = [flag for action in options.parser._actions for flag in action.option_strings]
         options.parser.error(f"there is no option {flags[0]}{_meant(flags[0], known)}")
+    if more and not any(action.dest == "overrides" for action in options.parser._actions):
+        options.parser.error(f"{more[0]!r} is one word too many")
     options.overrides += more
     try:
         from fedx_pl import commands
@@ -149,7 +151,7 @@ def _train_parser(commands: Any) -> argparse.ArgumentParser:
 def _all_keys() -> str:
     from fedx_pl.commands import key_reference
 
-    return key_reference().replace("%", "%%")
+    return key_reference()
 
 
 def _data_parser(commands: Any) -> argparse.ArgumentParser:

@@ -330,7 +330,7 @@ def _next(result: Result) -> list[str]:
     labelled = any("knn_top1" in row for row in result.rows)
     use = f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
     return [
-        f"{_command('tensorboard')} --logdir {shlex.quote(str(result.folder.parent))}",
+        f"{_command('tensorboard')} --logdir {shlex.quote(str(result.folder.parent))} --samples_per_plugin images=100",
         f"{_command('fedx-pl')} {use}",
         f"{_command('fedx-pl')} export {folder} --to torch",
     ]

@@ -93,7 +93,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     curves = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("system/")
+        if not tag.startswith(("system/share_", "system/memory_", "system/images_", "system/round_"))
     }
     files = {str(file.relative_to(folder)): file for file in folder.rglob("*.safetensors")}
     weights = {name: {key: t.tolist() for key, t in load_file(file).items()} for name, file in files.items()}
@@ -105,6 +105,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "clients": state["clients"],
         "best": best,
         "curves": curves,
+        "projector": {
+            file.name: file.read_bytes() for file in (folder / "tensorboard" / "00000").rglob("*") if file.is_file()
+        },
         "weights": weights,
         "left over": sorted(p.name for p in folder.rglob("*.tmp")) + sorted(p.name for p in folder.glob("pending")),
     }

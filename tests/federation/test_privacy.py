@@ -151,6 +151,11 @@ def distance(a: State, b: State) -> float:
     return math.sqrt(sum(squares))
 
 
+def test_under_noise_a_client_does_not_tell_how_its_embeddings_turned() -> None:
+    assert "angle" in train(PrivacyOptions(clip=1.0), angles_below=1).metrics
+    assert "angle" not in train(PrivacyOptions(clip=1.0, noise=1.0), angles_below=1).metrics
+
+
 def test_a_client_s_update_is_clipped_as_a_whole() -> None:
     """Weights and BatchNorm's statistics together; private state and counters stay as trained."""
     before, plain = make_model(SimCLR).shared_state(), train(None)

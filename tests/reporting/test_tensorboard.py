@@ -136,3 +136,12 @@ def test_tensorboard_is_not_imported_before_the_first_write(tmp_path, monkeypatc
     writer.close()
     with pytest.raises(ImportError):
         writer.text("config", "seed: 1")
+
+
+def test_numbers_of_any_size_are_taken(tmp_path):
+    """torch's histograms end at 1e20, and raise if nothing lies within."""
+    with RunWriter(tmp_path) as writer:
+        writer.clients("loss", 1, {0: 1e30, 1: math.nan})
+        writer.clients("loss", 2, {0: 2.0, 1: -math.inf})
+    assert scalars(tmp_path, "client_loss/client_000") == [(1, pytest.approx(1e30)), (2, 2.0)]
+    assert [event.step for event in events(tmp_path).Histograms("spread/loss")] == [2]

@@ -115,7 +115,9 @@ class LocalTrainer:
         torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
         self._receive(context, memory)
         before = memory or ClientMemory({})
-        sample = data.plain_sample(ANGLE_IMAGES) if client < self.angles_below else None
+        # Not under noise: it would tell of the images what the noise is to hide.
+        asked = client < self.angles_below and not self.privacy.noise
+        sample = data.plain_sample(ANGLE_IMAGES) if asked else None
         received = self._embed(sample) if sample is not None else None
         epochs = LocalEpochs(data)
         self.model.start_round(

@@ -19,13 +19,13 @@ from fedx_pl.federation.aggregate import STATISTICS, Aggregator, BadUpdate
 from fedx_pl.federation.alarms import COLLAPSED, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.cockpit import Cockpit
 from fedx_pl.federation.engines import Engine, Lost, Watcher
 from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.run_folder import open_run
 from fedx_pl.files import tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
-from fedx_pl.reporting.cockpit import Cockpit
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 
@@ -86,9 +86,9 @@ class Collected:
     def add(self, update: Update, reference: State) -> Update:
         """Folds an update into the average, or raises `BadUpdate`; returns it with its `drift` from the reference."""
         started = time.perf_counter()
+        self.bytes_up += size_of(update.state)  # Also if it is refused: it came.
         self.average.add(update.state, update.num_images, update.client)
         drift = drift_of(regularizers.split(update.state)[0], regularizers.split(reference)[0])
-        self.bytes_up += size_of(update.state)
         self.seconds += time.perf_counter() - started
         return replace(update, metrics={**update.metrics, "drift": drift})
 
@@ -264,6 +264,7 @@ class Orchestrator:
         if self.state.round:
             return
         plan = self.plan
+        plan.load(self.global_state)  # A fork's are not those of the plan.
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
         cockpit.introduce(self.state.untrained)
         self.display.row({"round": 0, **self.state.untrained})

@@ -54,6 +54,8 @@ class Pending:
         told = {
             "num_images": update.num_images,
             "images_seen": update.images_seen,
+            "seconds": update.seconds,
+            "data_seconds": update.data_seconds,
             "loss_names": update.loss_names,
             "metrics": update.metrics,
         }
@@ -90,7 +92,8 @@ class Pending:
         memory = ClientMemory({}, record.last_round, record.steps, record.epochs)
         names = tuple(told["loss_names"])
         seen, metrics = told["images_seen"], told["metrics"]
-        return Update(line["client"], told["num_images"], state, memory, losses, names, seen, metrics), record
+        seconds = told.get("seconds", 0.0), told.get("data_seconds", 0.0)
+        return Update(line["client"], told["num_images"], state, memory, losses, names, seen, metrics, *seconds), record
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         try:

@@ -20,8 +20,8 @@ _COLOURS = [
 def neighbours(features: Tensor, labels: np.ndarray | None) -> Tensor:
     """Some images and those most like each, by cosine similarity.
 
-    The queries are the first images of each class in turn, or without labels the first images of all: the same in
-    every round, so that rounds can be compared.
+    The queries are the first image of each class, or without labels the first images of all, eight at most: the same
+    in every round, so that rounds can be compared.
 
     Args:
         features: float (N, D), N being 2 or more.
@@ -115,7 +115,8 @@ def main_axes(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def thumbnails(images: Tensor) -> Tensor:
     """uint8 (N, H, W, C) -> float (N, 3, h, w) in 0 to 1, small enough for a sprite of a thousand."""
-    return _resized(images, _THUMBNAIL).float() / 255
+    parts = [_resized(part, _THUMBNAIL) for part in images.split(100)]  # A thousand large ones would fill the memory.
+    return torch.cat(parts).float() / 255
 
 
 def _resized(images: Tensor, side: int) -> Tensor:

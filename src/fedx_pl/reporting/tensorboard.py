@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # Page -> chart -> patterns of tags, or (value, low, high) of a band.
 Layout = Mapping[str, Mapping[str, list[str] | tuple[str, str, str]]]
 
+_PROJECTOR = "projector_config.pbtxt"
+_LARGEST = 1e20  # that torch's histograms can hold
 _POINTS = 50  # of one client's curve in one round: a hundred rounds stay quick to load
 
 
@@ -115,8 +118,9 @@ class RunWriter:
         for client in sorted(finite):
             if client < self._max_clients:
                 self._writer.add_scalar(f"client_{name}/client_{client:03d}", finite[client], round)
-        if finite:
-            self._writer.add_histogram(f"spread/{name}", np.array(list(finite.values())), round)
+        within = [value for value in finite.values() if abs(value) < _LARGEST]
+        if within:
+            self._writer.add_histogram(f"spread/{name}", np.array(within), round)
 
     def partition(self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]) -> None:
         """Who owns what: a heat map, and the size of each client as a table.
@@ -175,10 +179,26 @@ class RunWriter:
             images: uint8 (N, H, W, C).
             names: of the points: their classes, or which images they are.
         """
+        from torch.utils.tensorboard import SummaryWriter
+
         from fedx_pl.reporting import pictures
 
-        thumbnails = pictures.thumbnails(images)
-        self._writer.add_embedding(features, list(names), thumbnails, tag="encoder")
+        temporary = self._folder / ".projector.tmp"  # If this is the end, the next start removes it.
+        shutil.rmtree(temporary, ignore_errors=True)
+        with SummaryWriter(str(temporary)) as writer:
+            writer.add_embedding(features, list(names), pictures.thumbnails(images), tag="encoder")
+        shutil.rmtree(self._folder / "00000", ignore_errors=True)
+        for name in ("00000", _PROJECTOR):
+            os.replace(temporary / name, self._folder / name)
+        shutil.rmtree(temporary)
+
+    def has_projector(self) -> bool:
+        """Whether the projector has its points."""
+        return (self._folder / _PROJECTOR).exists()
+
+    def forget_projector(self) -> None:
+        """Before there are other weights."""
+        (self._folder / _PROJECTOR).unlink(missing_ok=True)
 
     def layout(self, pages: Layout) -> None:
         """Which charts the custom scalars tab has, page by page."""

@@ -160,6 +160,9 @@ def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:
         ({"metrics": {"knn_top1": 100}}, "it tells knn_top1, which is the coordinator's"),
         ({"metrics": {"loss_term": 0}}, "it tells loss_term, which is the coordinator's"),
         ({"metrics": {"epsilon": 0}}, "it tells epsilon, which is the coordinator's"),
+        ({"metrics": {"bytes_up": 0}}, "it tells bytes_up, which is the coordinator's"),
+        ({"metrics": {"drift": 0}}, "it tells drift, which is the coordinator's"),
+        ({"metrics": {"images": 0}}, "it tells images, which is the coordinator's"),
     ],
 )
 def test_answers_that_make_no_sense_are_a_fault(trial: Trial, changed: dict[str, Any], reason: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.cockpit import HEALTH, OWN, OWN_KINDS
 from fedx_pl.federation.engines.base import Engine, Lost, MemoryOf, Watcher
 from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.remote import wire
@@ -28,9 +29,6 @@ POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
 MOST_NAMES = 100
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
-# What a row of metrics.csv has of the coordinator's own; a site that tells these would overwrite them.
-_OWN = {"round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds", "round_seconds", "epsilon"}
-_OWN_KINDS = ("loss_", "knn_", "linear_")
 
 
 @dataclass(frozen=True)
@@ -224,8 +222,9 @@ class FlowerEngine(Engine):
             images, seen = wire.whole(meta, "images", 1), wire.whole(meta, "seen")
             state = {name: tensor.to(self.plan.device) for name, tensor in reply.content.tensors.items()}
             metrics = wire.numbers(meta, "metrics")
-            asked = () if one.content.meta["health"] else ("rankme", "uniformity", "alignment")
-            own = [name for name in metrics if name in (*_OWN, *asked) or name.startswith(_OWN_KINDS)]
+            # A site that told what is the coordinator's would overwrite it.
+            asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
+            own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
             if own := [name for name in own if name != "loss_scale"]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
             if len(self._told | losses.keys() | metrics.keys()) > MOST_NAMES:

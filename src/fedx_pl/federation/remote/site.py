@@ -196,8 +196,7 @@ class Site:
             extract(plan.model.backbone, images, lambda batch: plan.augment(batch, generator)) for _ in range(2)
         )
         plain = extract(plan.model.backbone, images, plan.augment.plain)
-        found = {"rankme": geometry.rankme(plain), "uniformity": geometry.uniformity(plain)}
-        return found | {"alignment": geometry.alignment(first, second)}
+        return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
 
     def _about(self, update: Update, metrics: dict[str, float], found: bool) -> dict[str, Any]:
         """Counts and scalars; of the losses only the means of the round."""

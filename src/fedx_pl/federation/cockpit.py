@@ -1,6 +1,5 @@
 """What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
 
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,9 +15,20 @@ from fedx_pl.federation.client import Update
 from fedx_pl.federation.plan import Plan
 from fedx_pl.reporting.tensorboard import Layout, RunWriter
 
+try:
+    import resource
+except ImportError:  # Not on Windows: there memory is not told.
+    resource = None  # type: ignore[assignment]
+
 GALLERY = 1000  # images whose embeddings are drawn
 HEALTH = ("rankme", "uniformity", "feature_std")
 WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
+# What a row of metrics.csv has of the coordinator's own, or the dashboard under the same name as what clients tell.
+OWN = {
+    "round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds", "round_seconds", "epsilon",
+    *(f"{kind}_seconds" for kind in WORK), "bytes_up", "bytes_down", "drift", "trained", "images",
+}  # fmt: skip
+OWN_KINDS = ("loss_", "knn_", "linear_")
 METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", "accuracy/knn_best", "loss/total")
 
 
@@ -64,11 +74,12 @@ class Cockpit:
             events: what a user should know, in words.
         """
         row, writer = rows[-1], self.writer
+        writer.forget_projector()
         number = row["round"]
-        losses = [key.removeprefix("loss_") for key in row if key.startswith("loss_")]
+        losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
         told = list(dict.fromkeys(key for update in updates for key in update.metrics))
-        if number == 1:  # Which terms a method's loss has is not known before.
-            writer.layout(layout(losses, told))
+        if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
+            writer.layout(layout(rows))
         if events:
             writer.text("events", "\n".join(f"- {event}" for event in events), number)
         self._evaluation(number, row, rows)
@@ -87,7 +98,7 @@ class Cockpit:
 
     def finish(self) -> None:
         """After the last round: the final embedding in the projector, once."""
-        if len(self.gallery) < 2 or (self.folder / "projector_config.pbtxt").exists():
+        if len(self.gallery) < 2 or self.writer.has_projector():
             return
         features = self._features()
         if torch.isfinite(features).all():
@@ -201,18 +212,23 @@ def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """The most this process has used so far, in bytes; of the GPU's memory too, if it trains there."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    found = {"ram": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    found: dict[str, float] = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["ram"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
 
 
-def layout(losses: Sequence[str], told: Sequence[str]) -> Layout:
+def layout(rows: Sequence[Mapping[str, Any]]) -> Layout:
     """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
 
     Args:
-        losses: names of the loss terms, without the total.
-        told: what clients tell of a round beside their losses.
+        rows: of all rounds so far; not every client is in every round, so that a number may first be told late.
     """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    losses = [key.removeprefix("loss_") for key in keys if key.startswith("loss_") and key != "loss_scale"]
+    others = [key for key in keys if key not in {*OWN, *HEALTH, "angle"} and not key.startswith(OWN_KINDS)]
+    told = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
     titles = {
         "drift": "Drift: how far a client went, in lengths of the global weights",
         "angle": "Angle between a client's embeddings and the global ones (degrees)",
@@ -224,7 +240,8 @@ def layout(losses: Sequence[str], told: Sequence[str]) -> Layout:
             "Linear probe, top-1 (%)": ["accuracy/linear_top1$", "accuracy/linear_best$"],
             "kNN, top-1 (%)": ["accuracy/knn_top1$", "accuracy/knn_best$"],
         },
-        "Losses": {f"{name}, mean ± std of the clients": tags for name, tags in bands.items()},
+        # Charts with bands TensorBoard shows from the last to the first.
+        "Losses": {f"{name}, mean ± std of the clients": bands[name] for name in reversed(bands)},
         "Clients": {
             **{titles.get(name, name): [f"client_{name}/"] for name in told},
             "Loss by step": ["loss_total/client_"],
@@ -240,7 +257,7 @@ def layout(losses: Sequence[str], told: Sequence[str]) -> Layout:
         "System": {
             "Images per second": ["system/images_per_second$"],
             "Share of the work (%)": ["system/share_"],
-            "Memory, the most so far (GB)": ["system/memory_"],
+            "Memory of this process, the most so far (GB)": ["system/memory_"],
             "Traffic of a round (MB)": ["system/megabytes_up$", "system/megabytes_down$"],
             "Traffic in all (MB)": ["system/megabytes_in_all$"],
         },

@@ -17,10 +17,10 @@ from torch import nn
 from fedx_pl.config import compose
 from fedx_pl.evaluation.geometry import angles
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
+from fedx_pl.federation.cockpit import band, layout
 from fedx_pl.federation.orchestrator import Orchestrator, Silent, drift_of
 from fedx_pl.federation.plan import prepare
 from fedx_pl.methods.simclr import SimCLR
-from fedx_pl.reporting.cockpit import band
 
 
 def run(words: list[str]) -> None:
@@ -64,9 +64,20 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
         for series in chart.margin.series:
             assert {series.value, series.lower, series.upper} <= set(scalars), chart.title
     bands = [chart.margin.series[0].value for chart in layout.category[1].chart]
-    assert bands == [
+    assert bands[::-1] == [
         "loss/total", "loss/byol", "loss/local_relation", "loss/global_contrast", "loss/global_relation",
     ]  # fmt: skip
+
+
+def test_a_number_that_is_first_told_late_gets_its_chart() -> None:
+    """And the scale of the loss in half precision is no loss."""
+    first = {"round": 1, "loss": 1.0, "loss_byol": 1.0, "drift": 0.1, "rankme": 9.0, "bytes_up": 5, "knn_top1": 30.0}
+    pages = layout([first, {**first, "round": 2, "my_own": 3.0, "loss_scale": 8192.0}])
+    assert ["client_my_own/"] in pages["Clients"].values()
+    assert ["client_loss_scale/"] in pages["Clients"].values()
+    assert ["client_angle/"] in pages["Clients"].values()
+    assert [tags[0] for tags in pages["Losses"].values()] == ["loss/byol", "loss/total"]
+    assert not [tags for tags in pages["Clients"].values() if "rankme" in tags[0] or "bytes" in tags[0]]
 
 
 def test_only_the_first_clients_have_curves_and_all_are_in_the_spread(events: EventAccumulator) -> None:
@@ -132,6 +143,20 @@ def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path, tiny_ro
     Orchestrator(prepare(load(folder / "config.yaml"), report=lambda line: None), Silent()).run()
     assert sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*")) == before
     assert (folder / "config.yaml").read_text() == config
+
+
+def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
+    """The file that points to the rest comes last."""
+    from fedx_pl.config import load
+
+    board = folder / "tensorboard"
+    (board / "projector_config.pbtxt").unlink()
+    (board / "00000" / "encoder" / "tensors.tsv").write_text("torn")
+    (board / ".projector.tmp").mkdir()
+    Orchestrator(prepare(load(folder / "config.yaml"), report=lambda line: None), Silent()).run()
+    assert (board / "projector_config.pbtxt").exists()
+    assert len((board / "00000" / "encoder" / "tensors.tsv").read_text().splitlines()) == 60
+    assert not (board / ".projector.tmp").exists()
 
 
 def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
