@@ -1,5 +1,6 @@
 """The notebook of examples/ runs from its first cell to its last on real CIFAR-10, and is small enough to look at."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_the_notebook_is_small_and_was_run_in_order() -> None:
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
-    assert "/home/" not in NOTEBOOK.read_text()
+    assert not re.search(r"/home/|/tmp/|/work/| 60 s", NOTEBOOK.read_text())
 
 
 @pytest.mark.slow
@@ -28,12 +29,12 @@ def test_the_notebook_learns_on_cifar10(tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(ROOT / "data")
     (tmp_path / "examples").mkdir()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    last = nbformat.v4.new_code_cell("history = run.history.linear_top1; print(history[4] - history[0])")
+    last = nbformat.v4.new_code_cell("history = run.history.knn_top1; print(history[6] - history[0])")
     notebook.cells.append(last)
     client = nbclient.NotebookClient(
         notebook, timeout=600, resources={"metadata": {"path": str(tmp_path / "examples")}}
     )
     client.execute()
     gain = float(notebook.cells[-1].outputs[0].text)
-    assert gain > 2, f"linear accuracy gained only {gain:.2f} points over the untrained network"
+    assert gain > 2, f"kNN accuracy gained only {gain:.2f} points over the untrained network"
     assert len(list((tmp_path / "runs").iterdir())) == 1
