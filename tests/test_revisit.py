@@ -68,7 +68,7 @@ def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
     last = json.loads((run / "metrics.json").read_text())["rounds"][-1]
     found = evaluate_run(run, ["linear", "knn"], report=silent)
     assert found["linear"] == {key: last[key] for key in ("linear_top1", "linear_top5")}
-    assert found["knn"] == {key: last[key] for key in ("knn_top1", "rankme", "uniformity")}
+    assert found["knn"] == {key: last[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")}
     assert 1 <= last["rankme"] <= 32  # width 4: 32 features
     assert last["uniformity"] < 0
     assert saved(run, "knn") == {"round": 2, "settings": {"k": 200}, "results": found["knn"]}
