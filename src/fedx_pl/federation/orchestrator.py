@@ -83,14 +83,12 @@ class Collected:
     bytes_down: int = 0
     seconds: float = 0.0  # of taking updates in and combining them
 
-    def add(self, update: Update, reference: State) -> Update:
-        """Folds an update into the average, or raises `BadUpdate`; returns it with its `drift` from the reference."""
+    def add(self, update: Update) -> None:
+        """Folds an update into the average, or raises `BadUpdate`."""
         started = time.perf_counter()
         self.bytes_up += size_of(update.state)  # Also if it is refused: it came.
         self.average.add(update.state, update.num_images, update.client)
-        drift = drift_of(regularizers.split(update.state)[0], regularizers.split(reference)[0])
         self.seconds += time.perf_counter() - started
-        return replace(update, metrics={**update.metrics, "drift": drift})
 
     def keep(self, update: Update, record: ClientRecord) -> None:
         """Of an update that is folded in: what is kept must not grow with the size of the weights."""
@@ -164,18 +162,21 @@ class Orchestrator:
         found.bytes_down = size_of(self.global_state) * len(chosen)
         for update, record in self.pending.load(round):
             state = {name: tensor.to(self.plan.device) for name, tensor in update.state.items()}
-            found.keep(found.add(replace(update, state=state), self.global_state), record)
+            update = self._with_drift(replace(update, state=state))
+            found.add(update)
+            found.keep(update, record)
         waiting = [client for client in chosen if client not in found.records]
         for outcome in engine.run(context, waiting, self._memory_of) if waiting else ():
             try:
                 if isinstance(outcome, Lost):
                     raise BadUpdate(outcome.reason)
-                update = found.add(outcome, self.global_state)
+                found.add(outcome)
             except BadUpdate as reason:
                 self._note(round, f"dropped {engine.name_of(outcome.client)}: {reason}")
                 found.dropped += 1
                 found.bad += [outcome.client] if not isinstance(outcome, Lost) or outcome.fault else []
             else:
+                update = self._with_drift(outcome)
                 record = self.checkpoints.save_client(update)
                 self.pending.save(round, update, record)
                 found.keep(update, record)
@@ -183,6 +184,13 @@ class Orchestrator:
             self.display.client(round, len(found.updates), len(chosen), last)
         found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
         return found
+
+    def _with_drift(self, update: Update) -> Update:
+        """Tells how far the first clients went; for all, it would cost as much again as averaging them."""
+        if update.client >= self.plan.config.run.client_curves:
+            return update
+        drift = drift_of(regularizers.split(update.state)[0], regularizers.split(self.global_state)[0])
+        return replace(update, metrics={**update.metrics, "drift": drift})
 
     def _memory_of(self, client: int) -> ClientMemory | None:
         return self.checkpoints.load_client(client, self.state.clients.get(client))
