@@ -257,8 +257,21 @@ def expectation(plan: Plan, seconds: float) -> str:
     threads = torch.get_num_threads()
     where = torch.cuda.get_device_name(plan.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
     line = f"{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
-    hint = "\nWithout a GPU, profile=cpu gives a small result in minutes." if not cuda and seconds > 3600 else ""
-    return line + hint
+    if not cuda and seconds > 3600:
+        line += "\nWithout a GPU, profile=cpu gives a small result in minutes."
+    if not cuda and threads > 1 and _cores_are_busy():
+        line += (
+            "\nOther programs keep the cores busy, and threads that wait for each other spin: "
+            "OMP_WAIT_POLICY=PASSIVE before the command makes it faster then."
+        )
+    return line
+
+
+def _cores_are_busy() -> bool:
+    """Whether others have computed on them for the last minute; unknown where there is no load average."""
+    if "OMP_WAIT_POLICY" in os.environ or not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] > 0.6 * (os.cpu_count() or 1)
 
 
 def plan_text(plan: Plan) -> Table:
