@@ -314,7 +314,7 @@ def test_made_up_answers_are_refused_and_others_are_read(
         message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 60)
         incoming = site.next()
         with monkeypatch.context() as patch:
-            patch.setattr(node, "RecordDict", lambda _, record=record: record)
+            patch.setattr(node, "record", lambda _, record=record: record)
             site.answer(incoming, Content({}, {}))
         (reply,) = wait(coordinator, message)
         assert reply.content is None
