@@ -13,7 +13,8 @@ import resource, torch
 from fedx_pl.allocator import keep_freed_memory
 
 def faults():  # pages that the system hands out while the same tensor of 48 MB is made again and again
-    torch.ones(48 * 2**18)
+    for _ in range(20):  # until the heap has found its shape, after six to eight
+        torch.ones(48 * 2**18)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
         torch.ones(48 * 2**18)
@@ -31,4 +32,4 @@ def test_a_tensor_made_again_takes_the_memory_of_the_one_before() -> None:
         pytest.skip("not glibc")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     usual, kept = map(int, done.stdout.split())
-    assert kept < usual / 2  # A tenth in peace; a system that takes memory away under pressure adds faults to both.
+    assert kept < usual / 100
