@@ -1,5 +1,7 @@
 """Small real parts for tests: models, client data and a round to train in."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -8,8 +10,27 @@ from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
+from fedx_pl.federation.orchestrator import Silent
 from fedx_pl.federation.regularizers import Regularizer, join
 from fedx_pl.methods.base import LocalRound, State
+
+
+class Watching(Silent):
+    """Keeps what a run would show."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.steps = 0
+
+    def step(self, count: int = 1) -> None:
+        self.steps += count
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def make_model(method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object) -> SSLMethod:

@@ -14,23 +14,18 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer, RoundContext
-from fedx_pl.federation.orchestrator import Orchestrator
+from fedx_pl.federation.orchestrator import Orchestrator, Silent
 from fedx_pl.federation.plan import prepare
 from fedx_pl.revisit import evaluate_run
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
 
 
-class Quiet:
-    def __getattr__(self, name: str) -> object:
-        return lambda *_: None
-
-
 def silent(line: str) -> None: ...
 
 
 def train(*overrides: str) -> Path:
-    return Orchestrator(prepare(compose(overrides), report=silent), Quiet()).run().folder
+    return Orchestrator(prepare(compose(overrides), report=silent), Silent()).run().folder
 
 
 def thin(root: Path, runs: Path) -> list[str]:

@@ -84,11 +84,9 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     plan = prepare(config, report=(lambda line: None) if quiet else print)
     if quiet:
         return Federation(Orchestrator(plan, Silent()).run())
-    from rich.console import Console
-
     from fedx_pl import terminal
 
-    with terminal.Terminal(Console(markup=False, highlight=False), config.federation.rounds) as display:
+    with terminal.Terminal(terminal.make_console(), config.federation.rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         display.expect(plan.steps_between(first, config.federation.rounds), first)

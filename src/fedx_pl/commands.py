@@ -19,7 +19,7 @@ PACKAGED = Path(__file__).parent / "experiments"
 
 def train(options: argparse.Namespace) -> None:
     """Runs a federation, or goes on with it."""
-    console = Console(markup=False, highlight=False)  # Paths and names may hold brackets.
+    console = terminal.make_console()
     with stopped_by_signals(), terminal.grouped_warnings(console):
         _train(options, console)
 
@@ -63,7 +63,7 @@ def evaluate(options: argparse.Namespace) -> None:
     kinds = [word for word in options.overrides if "=" not in word] or ["linear"]
     allow_code = "allow_code=true" in options.overrides
     overrides = [word for word in options.overrides if "=" in word and not word.startswith("allow_code=")]
-    console = Console(markup=False, highlight=False)
+    console = terminal.make_console()
     with terminal.grouped_warnings(console), terminal.steps(console, "evaluating") as tick:
         found = revisit.evaluate_run(
             options.run, kinds, overrides, lambda line: console.print(line, soft_wrap=True), tick, options.round,
@@ -93,7 +93,7 @@ def sweep(options: argparse.Namespace) -> int:
     seeds = runner.parse_seeds(options.seeds)
     jobs = runner.plan_jobs(experiments, profile, seeds, more, runner.parse_only(options.only, experiments))
     results = options.results or _results_folder(definitions, profile)
-    console = Console(markup=False, highlight=False)
+    console = terminal.make_console()
     sweep = runner.Sweep(jobs, results, options.jobs, console)
     rounds = sum(job.config.federation.rounds for job in sweep.waiting)
     console.print(
@@ -119,8 +119,6 @@ def report(options: argparse.Namespace) -> None:
 
     definitions = definitions_folder(options.definitions)
     results = options.results or _results_folder(definitions, runner.resolve_profile("auto"))
-    if not any(results.glob("*.json")):
-        raise UserError(f"{results} has no results; type fedx-pl sweep table1 profile=mini to make some")
     for file in write_report(results, definitions, options.out):
         print(file)
 
@@ -185,7 +183,7 @@ def completion(options: argparse.Namespace) -> None:
 def key_reference() -> str:
     """All groups, choices and keys with defaults and help, from the schema."""
     lines = ["groups (group=choice):"]
-    for group in ("data", "method", "recipe", "profile"):
+    for group in configuration.GROUPS:
         own = ", or package.module:Class" if group == "method" else ""
         auto = ", auto" if group == "profile" else ""
         lines.append(f"  {group}={' | '.join(configuration.choices(group))}{auto}{own}")

@@ -17,12 +17,11 @@ from string import Template
 
 from fedx_pl import __version__, methods
 from fedx_pl import config as configuration
-from fedx_pl.cli import data_sets, make_parser
+from fedx_pl.cli import SHELLS, data_sets, make_parser
 from fedx_pl.commands import definitions_folder
 from fedx_pl.mixins import MIXINS
 from fedx_pl.revisit import KINDS
 
-GROUPS = ("data", "method", "recipe", "profile")
 # The sections whose keys a command takes: empty for all.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "train": (), "federate server": (), "data": ("data",), "evaluate": ("evaluation", "run"), "sweep": ("data", "run"),
@@ -63,7 +62,7 @@ def keys() -> dict[str, str]:
 
 def values() -> list[str]:
     """All ``group=choice``, and ``key=true`` and ``key=false`` of what is one of the two."""
-    found = [f"{group}={choice}" for group in GROUPS for choice in configuration.choices(group)]
+    found = [f"{group}={choice}" for group in configuration.GROUPS for choice in configuration.choices(group)]
     pairs = [(data, method) for data in configuration.choices("data") for method in configuration.choices("method")]
     found += ["profile=auto", *(f"experiment={d}-{m}{fedx}" for d, m in pairs for fedx in ("", "-fedx"))]
     switches = [*MIXINS, *(key for key, default, _ in configuration.all_keys() if isinstance(default, bool))]
@@ -93,11 +92,11 @@ def _words(path: str) -> list[str]:
         "data": data_sets(),
         "evaluate": list(KINDS),
         "sweep": ["profile=", *sorted(file.stem for file in definitions_folder().glob("*.yaml"))],
-        "completion": ["bash", "zsh", "fish"],
+        "completion": list(SHELLS),
     }.get(path, [])
     if path not in SECTIONS:
         return own
-    everything = [f"{name}=" for name in ("experiment", *GROUPS, *MIXINS)]
+    everything = [f"{name}=" for name in ("experiment", *configuration.GROUPS, *MIXINS)]
     for key in keys():
         section, dot, _ = key.partition(".")
         everything.append(section + (dot or "="))
@@ -106,21 +105,11 @@ def _words(path: str) -> list[str]:
 
 
 def _bash() -> str:
-    cases = "".join(
-        f'        "{_pattern(one)}"*) words="{" ".join(one.words)}"; options="{" ".join(one.options)}"; '
-        f'valued="{" ".join(one.valued)}"; files={one.files}; skip={len(one.path.split()) + 1} ;;\n'
-        for one in _longest_first()
-    )
-    return _filled(BASH, cases)
+    return _filled(BASH, "words", '"{}"')
 
 
 def _zsh() -> str:
-    cases = "".join(
-        f'        "{_pattern(one)}"*) expected=({" ".join(one.words)}); options=({" ".join(one.options)}); '
-        f"valued=({' '.join(one.valued)}); files={one.files}; skip={len(one.path.split()) + 1} ;;\n"
-        for one in _longest_first()
-    )
-    return _filled(ZSH, cases)
+    return _filled(ZSH, "expected", "({})")  # There, `words` is what has been typed.
 
 
 def _fish() -> str:
@@ -146,18 +135,24 @@ def _fish() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _filled(template: str, cases: str) -> str:
+def _filled(template: str, expected: str, array: str) -> str:
+    """A script with all words.
+
+    Args:
+        template: of the script.
+        expected: its variable of the words that may follow a command.
+        array: how the shell writes several words.
+    """
+    cases = []
+    for one in sorted(commands(), key=lambda one: -len(one.path.split())):  # The longest first.
+        begins = f"{one.path} " if one.path else ""  # The words after ``fedx-pl``, each followed by a blank.
+        lists = {expected: one.words, "options": one.options, "valued": one.valued}
+        numbers = {"files": one.files, "skip": len(one.path.split()) + 1}
+        parts = [f"{name}={array.format(' '.join(words))}" for name, words in lists.items()]
+        parts += [f"{name}={number}" for name, number in numbers.items()]
+        cases.append(f'        "{begins}"*) {"; ".join(parts)} ;;\n')
     known = "\n".join(f"{key}=" for key in keys())
-    return Template(template).substitute(keys=known, values="\n".join(values()), cases=cases)
-
-
-def _longest_first() -> list[Command]:
-    return sorted(commands(), key=lambda one: -len(one.path.split()))
-
-
-def _pattern(one: Command) -> str:
-    """How the words after ``fedx-pl`` begin, each followed by a blank."""
-    return f"{one.path} " if one.path else ""
+    return Template(template).substitute(keys=known, values="\n".join(values()), cases="".join(cases))
 
 
 def _quoted(text: str) -> str:

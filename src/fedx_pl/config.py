@@ -153,6 +153,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+GROUPS = ("data", "method", "recipe", "profile")
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {
     "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name", "aggregate": "aggregate.rule",

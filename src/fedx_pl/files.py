@@ -23,6 +23,11 @@ def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
+def size_of(state: Mapping[str, Tensor]) -> int:
+    """In bytes, as it travels."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
 def checksum(content: bytes) -> str:
     """SHA-256."""
     return hashlib.sha256(content).hexdigest()

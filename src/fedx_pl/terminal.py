@@ -23,6 +23,7 @@ from fedx_pl.config import Config, flat
 from fedx_pl.federation.client import Update
 from fedx_pl.federation.orchestrator import Result
 from fedx_pl.federation.plan import Plan
+from fedx_pl.files import size_of
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 FILES = {  # of a run folder, for people
@@ -32,6 +33,11 @@ FILES = {  # of a run folder, for people
     "config.yaml": "every setting of the run",
     "tensorboard": "the dashboards",
 }
+
+
+def make_console() -> Console:
+    """On standard output, as it is: paths and names may hold brackets."""
+    return Console(markup=False, highlight=False)
 
 
 class _Live(Progress):
@@ -296,8 +302,8 @@ def parameters_text(plan: Plan) -> str:
     """How large the model is, and what travels."""
     total = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
     backbone = sum(p.numel() for p in plan.model.backbone.parameters())
-    shared = sum(t.numel() * t.element_size() for t in plan.model.shared_state().values())
-    private = sum(t.numel() * t.element_size() for t in plan.model.private_state().values())
+    shared = size_of(plan.model.shared_state())
+    private = size_of(plan.model.private_state())
     return (
         f"{type(plan.model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
         f"{shared / 1e6:.1f} MB shared and {private / 1e6:.1f} MB private per client"

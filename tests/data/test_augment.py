@@ -379,10 +379,6 @@ def test_bad_options_name_the_key_the_value_and_what_to_type(changes, words):
     assert "\n" not in str(error.value)
 
 
-def test_every_option_has_a_help_line():
-    assert all(f.metadata["help"] for f in AugmentOptions.__dataclass_fields__.values())
-
-
 @pytest.mark.parametrize(
     "batch",
     [images().float(), images(channels=1), images()[0], images().permute(0, 3, 1, 2)],

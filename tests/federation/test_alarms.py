@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Watching
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_orchestrator import Silent, run
+from test_orchestrator import run
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
@@ -48,7 +49,7 @@ def test_a_loss_scale_below_one_has_run_out() -> None:
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
 def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(tiny: list[str], tmp_path: Path, on_collapse: str) -> None:
     """No encoder uses a thousand dimensions: with that bound each round is a collapse."""
-    folder, display = tmp_path / "run", Silent()
+    folder, display = tmp_path / "run", Watching()
     words = [*tiny, f"on_collapse={on_collapse}", "health.min_rankme=1000", f"run.dir={folder}"]
     if on_collapse == "stop":
         with pytest.raises(UserError, match=r"stopped after round 1: .* on_collapse=warn goes on"):

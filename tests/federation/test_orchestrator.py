@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import Watching
 from safetensors.torch import load_file
 
 from fedx_pl.config import Config, compose
@@ -17,30 +18,8 @@ from fedx_pl.federation.orchestrator import Orchestrator, Result
 from fedx_pl.federation.plan import prepare
 
 
-class Silent:
-    """Keeps what a run would show."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.steps = 0
-
-    def step(self, count: int = 1) -> None:
-        self.steps += count
-
-    def working(self, worker: str, client: int | None) -> None: ...
-
-    def client(self, round: int, done: int, of: int, update: Update | None) -> None: ...
-
-    def row(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def run(config: Config, display: Silent | None = None) -> Result:
-    return Orchestrator(prepare(config, report=lambda line: None), display or Silent()).run()
+def run(config: Config, display: Watching | None = None) -> Result:
+    return Orchestrator(prepare(config, report=lambda line: None), display or Watching()).run()
 
 
 def weights(result: Result) -> dict[str, torch.Tensor]:
@@ -104,7 +83,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     with pytest.raises(KeyboardInterrupt):
         run(config)
     monkeypatch.undo()
-    display = Silent()
+    display = Watching()
     resumed = run(config, display)
     assert any("going on after round 1" in note for note in display.notes)
     assert same(weights(whole), weights(resumed))
@@ -115,7 +94,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
 def test_a_finished_run_is_not_run_again(tiny: list[str]) -> None:
     config = compose(tiny)
     first = run(config)
-    display = Silent()
+    display = Watching()
     again = run(config, display)
     assert display.steps == 0
     assert again.rows == first.rows
@@ -170,7 +149,7 @@ def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(
     assert len({tuple(clients) for clients in chosen}) > 1
     result = run(config)
     assert all(row["clients"] == 3 for row in result.rows)
-    orchestrator = Orchestrator(prepare(config, report=lambda line: None), Silent())
+    orchestrator = Orchestrator(prepare(config, report=lambda line: None), Watching())
     last = {client: max(r for r, clients in enumerate(chosen, 1) if client in clients) for client in np.unique(chosen)}
     assert {client: record.last_round for client, record in orchestrator.state.clients.items()} == last
     for client, record in orchestrator.state.clients.items():
@@ -193,7 +172,7 @@ def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1})
-    display = Silent()
+    display = Watching()
     result = run(compose([*tiny, "method=byol"]), display)
     assert [row["dropped"] for row in result.rows] == [1, 1]
     assert any("client 1" in note and "conv1.weight holds NaN" in note for note in display.notes)
@@ -298,8 +277,8 @@ def test_unlabelled_images_train_without_accuracies(tmp_path: Path, tiny: list[s
 def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
     config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
     plan = prepare(config, report=lambda line: None)
-    first = Orchestrator(plan, Silent())
+    first = Orchestrator(plan, Watching())
     with pytest.raises(UserError, match=r"another process is training in .*run.dir=ANOTHER"):
-        Orchestrator(plan, Silent())
+        Orchestrator(plan, Watching())
     first.run()
-    Orchestrator(plan, Silent()).run()
+    Orchestrator(plan, Watching()).run()

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_orchestrator import Silent, run
+from helpers import Watching
+from test_orchestrator import run
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
@@ -26,7 +27,7 @@ def test_too_little_space_is_told_before_training(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
-    display = Silent()
+    display = Watching()
     with pytest.raises(UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"):
         run(compose([*tiny, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0

@@ -66,7 +66,7 @@ def look(
 
 def _ends(update: Update) -> tuple[float, float]:
     """Mean total loss of the first and of the last tenth of a client's steps."""
-    total = update.losses[:, 0]
+    total = update.loss()
     if not len(total):
         return 0.0, 0.0
     share = max(1, len(total) // 10)

@@ -65,6 +65,10 @@ class Update:
     seconds: float = 0.0  # that it took
     data_seconds: float = 0.0  # of them, spent on making batches
 
+    def loss(self, name: str = "total") -> Tensor:
+        """The total, or a term, by step."""
+        return self.losses[:, self.loss_names.index(name)]
+
 
 class LocalTrainer:
     """Runs clients one after the other on one model instance, with a new Lightning `Trainer` for each."""

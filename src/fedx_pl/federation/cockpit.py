@@ -129,7 +129,7 @@ class Cockpit:
     def _clients(self, round: int, updates: Sequence[Update]) -> None:
         """A curve for each of the first clients; of all of them, how they are spread."""
         told: dict[str, dict[int, float]] = {"images": {update.client: update.num_images for update in updates}}
-        told["loss"] = {update.client: update.losses[:, 0].mean().item() for update in updates if len(update.losses)}
+        told["loss"] = {update.client: update.loss().mean().item() for update in updates if len(update.losses)}
         for update in updates:
             for key, value in update.metrics.items():
                 told.setdefault(key, {})[update.client] = value
@@ -204,7 +204,7 @@ def _shown(value: Any) -> float | str:
 
 def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
     """One standard deviation of the clients around the mean of a loss term."""
-    columns = [update.losses[:, update.loss_names.index(name)] for update in updates if name in update.loss_names]
+    columns = [update.loss(name) for update in updates if name in update.loss_names]
     means = [column.mean() for column in columns if len(column)]
     spread = torch.stack(means).std(correction=0).item() if means else 0.0
     return {f"loss_band/{name}_low": mean - spread, f"loss_band/{name}_high": mean + spread}

@@ -24,7 +24,7 @@ from fedx_pl.federation.engines import Engine, Lost, Watcher
 from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
 from fedx_pl.federation.run_folder import open_run
-from fedx_pl.files import tensor_bytes, write_atomically
+from fedx_pl.files import size_of, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
@@ -288,7 +288,7 @@ class Orchestrator:
         for name in dict.fromkeys(name for update in updates for name in update.loss_names):
             telling = [update for update in updates if name in update.loss_names]
             weights = [update.num_images for update in telling]
-            means = [update.losses[:, update.loss_names.index(name)].mean().item() for update in telling]
+            means = [update.loss(name).mean().item() for update in telling]
             row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, weights)
         for name in dict.fromkeys(name for update in updates for name in update.metrics):
             row[name] = statistics.fmean(update.metrics[name] for update in updates if name in update.metrics)
@@ -334,8 +334,3 @@ def drift_of(state: State, reference: State) -> float:
     went, length = (torch.stack(torch._foreach_norm(list(t), 2, torch.float64)).norm() for t in (steps, before))
     # Sums depend on the order in memory, which a run that goes on does not share: not in the first six digits.
     return float(f"{(went / length).item():.6g}")
-
-
-def size_of(state: State) -> int:
-    """In bytes, as it travels."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from fedx_pl.federation.checkpoint import DAMAGED, ClientRecord
 from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.files import checksum, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, size_of, tensor_bytes, write_atomically
 
 _STATE, _LOSSES = "state/", "losses"
 BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
@@ -45,8 +45,7 @@ class Pending:
             update: with its weights.
             record: of the client's private state, which is saved already.
         """
-        size = sum(tensor.numel() * tensor.element_size() for tensor in update.state.values())
-        if update.seconds < WORTH * size / BYTES_PER_SECOND:
+        if update.seconds < WORTH * size_of(update.state) / BYTES_PER_SECOND:
             return
         tensors = {_STATE + name: tensor for name, tensor in update.state.items()} | {_LOSSES: update.losses}
         content = tensor_bytes(tensors)

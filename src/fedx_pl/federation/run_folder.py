@@ -13,7 +13,7 @@ from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.plan import Plan
-from fedx_pl.files import clear_unfinished, lock, tensor_bytes, write_atomically
+from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 
 FORK = "fork.safetensors"  # what a forked run began with
@@ -92,10 +92,7 @@ def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State
 
 def _require_space(plan: Plan, folder: Path) -> None:
     """Better no run than one that ends in its last hour."""
-    weights, private = (
-        sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        for state in (plan.first_state(), plan.model.kept_tensors())
-    )
+    weights, private = size_of(plan.first_state()), size_of(plan.model.kept_tensors())
     # Kept rounds, the best and the one being written; pending updates; two private states of each client; the rest.
     pending = plan.clients_per_round if plan.clients else plan.config.federation.clients
     needed = weights * (plan.config.run.keep + 2 + pending) + 2 * private * len(plan.clients) + 50e6

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from federation.test_orchestrator import Silent, same, weights
+from federation.test_orchestrator import same, weights
+from helpers import Watching
 
 from fedx_pl.cli import EXIT_INTERRUPTED, main
 from fedx_pl.config import compose
@@ -57,7 +58,7 @@ class Mortal(BYOL):
 """
 
 
-class Watching(Silent):
+class Workers(Watching):
     """Remembers which worker took which client."""
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ def run(
     overrides: list[str], folder: Path, engine: Callable[[Plan, Watcher], Any] = SerialEngine, display: Any = None
 ) -> Result:
     plan = prepare(compose([*overrides, f"run.dir={folder}"]), report=lambda line: None)
-    return Orchestrator(plan, display or Silent(), engine).run()
+    return Orchestrator(plan, display or Watching(), engine).run()
 
 
 # --- the same result --------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
     plan = prepare(compose([*tiny, *method]), report=lambda line: None)
     largest_first = sorted(range(3), key=lambda client: -len(plan.clients[client]))
     for workers in (1, 2):
-        display = Watching()
+        display = Workers()
         overrides = [*tiny, *method, f"engine.workers={workers}"]
         result = run(overrides, tmp_path / f"ray-{workers}", Complete, display)
         assert same(weights(result), weights(serial))
@@ -180,21 +181,21 @@ def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEng
     other = replace(plan, clients=plan.clients[::-1])
     assert split_name(other) != split_name(plan)
     with pytest.raises(UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="):
-        Orchestrator(other, Silent(), shared).run()
+        Orchestrator(other, Watching(), shared).run()
 
 
 def test_a_worker_without_the_images_says_where_it_is(tiny: list[str], tmp_path: Path, shared: MakeEngine) -> None:
     plan = prepare(compose([*tiny, "engine.workers=1"]), report=lambda line: None)
     config = replace(plan.config, data=replace(plan.config.data, root=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"):
-        Orchestrator(replace(plan, config=config), Silent(), shared).run()
+        Orchestrator(replace(plan, config=config), Watching(), shared).run()
 
 
 def test_the_client_of_a_dead_worker_is_tried_again(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
     """The second try changes nothing: the same weights as without the death."""
     undisturbed = run(mortal, tmp_path / "serial")
     (tmp_path / "fate" / "1-1").write_text("die")
-    display = Watching()
+    display = Workers()
     result = run([*mortal, "engine.workers=2"], tmp_path / "ray", shared, display)
     (note,) = (note for note in display.notes if "died" in note)
     assert "died with client 1 (process" in note
@@ -217,7 +218,7 @@ def test_without_a_further_try_the_round_goes_on_without_the_client(
 
     expected = run(mortal, tmp_path / "serial", WithoutOne)
     (tmp_path / "fate" / "2-1").write_text("die")
-    display = Silent()
+    display = Watching()
     result = run([*mortal, "engine.workers=2", "engine.retries=0"], tmp_path / "ray", shared, display)
     assert any(note.startswith("round 2: dropped client 1: worker") and "died" in note for note in display.notes)
     assert [row["dropped"] for row in result.rows] == [0, 1]
@@ -247,7 +248,7 @@ def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest
     before = signal.signal(signal.SIGTERM, mine)
     try:
         with pytest.raises(KeyboardInterrupt):
-            RayEngine(prepare(compose([*tiny, "engine=ray"]), report=lambda line: None), Silent())
+            RayEngine(prepare(compose([*tiny, "engine=ray"]), report=lambda line: None), Watching())
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -314,7 +315,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     assert "Traceback" not in err
     wait_for(lambda: not any(alive(*process) for process in started), seconds=60)
 
-    class Until(Silent):
+    class Until(Watching):
         def __init__(self, last: int) -> None:
             super().__init__()
             self.last = last

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from helpers import Watching
 from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config import compose
-from fedx_pl.federation.orchestrator import Orchestrator, Silent
+from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import prepare
 from fedx_pl.methods.base import State
 
@@ -26,16 +27,6 @@ WORDS = (
     "optim.batch_size=16", "run.threads=1", "run.keep=9", "seed=3",
 )  # fmt: skip
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
-
-
-class Watching(Silent):
-    """Keeps what a run would show."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def make_images(root: Path, counts: Mapping[str, int]) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 import federation_parts as parts
 import torch
+from helpers import Watching
 
 from fedx_pl.config import compose
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
@@ -79,7 +80,7 @@ class Trial:
     def __init__(self, folder: Path, *words: str, wait: float = 0.02, timeout: float = 5.0) -> None:
         config = compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4", f"run.dir={folder}", *words])
         self.plan = replace(_plan(), config=config)
-        self.watching, self.link = parts.Watching(), MemoryLink()
+        self.watching, self.link = Watching(), MemoryLink()
         self.engine = FlowerEngine(
             self.plan, self.watching, self.link, offer(config, 3, 16), wait=wait, timeout=timeout
         )  # type: ignore[arg-type]

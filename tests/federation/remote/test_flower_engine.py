@@ -9,6 +9,7 @@ from typing import Any
 import federation_parts as parts
 import pytest
 import torch
+from helpers import Watching
 
 pytest.importorskip("cryptography")
 
@@ -16,7 +17,6 @@ from memory_federation import Answer, Fake, MemoryLink, Trial
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.engines import flower
 from fedx_pl.federation.engines.flower import FlowerEngine, SiteBook
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import Plan
@@ -26,21 +26,12 @@ from fedx_pl.federation.remote.link import Reply
 from fedx_pl.federation.remote.site import Site, offer
 from fedx_pl.federation.remote.wire import Content
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts.make_images(tmp_path_factory.mktemp("sites"), {"a": 24, "b": 17, "c": 32})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "POLL_SECONDS", 0.005)
-    monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)
-
-
-@pytest.fixture
-def trial(tmp_path: Path) -> Trial:
-    return Trial(tmp_path / "run")
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -51,7 +42,7 @@ def federate(
 ) -> tuple[Path, str]:
     """A whole run with real sites, of which ``change`` makes some misbehave: its folder and its notes."""
     config = compose([*parts.WORDS, "federation.clients=3", f"run.dir={folder / 'run'}", *words])
-    watching, link = parts.Watching(), MemoryLink()
+    watching, link = Watching(), MemoryLink()
     for node, name in enumerate(("c", "a", "b")):  # They come in any order.
         own = [f"data.root={images / name}", f"data.cache={folder / 'cache'}", "run.threads=1"]
         site = Site(name, folder / f"state-{name}", own, lambda line: None)

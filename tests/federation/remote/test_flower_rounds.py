@@ -16,16 +16,7 @@ from fedx_pl.federation.engines import Lost, flower
 from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.link import Reply, Seen
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "POLL_SECONDS", 0.005)
-    monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)
-
-
-@pytest.fixture
-def trial(tmp_path: Path) -> Trial:
-    return Trial(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_a_site_is_told_what_the_coordinator_remembers_of_it(trial: Trial) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
-from rich.console import Console
 
 from fedx_pl import config as configuration
 from fedx_pl import terminal
@@ -56,7 +55,7 @@ def _coordinate(options: argparse.Namespace) -> None:
     require("--port", options.port, 0 < options.port < 2**16, "--port 8000")
     require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
     require("--wait", options.wait, 0 <= options.wait < inf, "seconds, e.g. --wait 600")
-    console = Console(markup=False, highlight=False)
+    console = terminal.make_console()
     console.print(terminal.announcement(config), soft_wrap=True)
     known = None if options.insecure else keys.load_server(options.keys)
     if known is not None and len(known.sites) < config.federation.clients:
@@ -109,7 +108,7 @@ def client(options: argparse.Namespace) -> None:
         held = lock(state)
     except UserError:
         raise UserError(f"this site runs already: another process uses --state {state}; end that one first") from None
-    console = Console(markup=False, highlight=False)
+    console = terminal.make_console()
 
     def say(line: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)

@@ -160,7 +160,7 @@ class Site:
         self.memories.save(update.memory)
         self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
-        self.report(f"round {number}: loss {float(update.losses[:, 0].mean()):.3f}, {update.images_seen:,} images seen")
+        self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state)
 
     def _require_budget(self) -> None:
