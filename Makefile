@@ -11,6 +11,7 @@ INSTALL := $(BIN)/python -m pip install
 DATA    := cifar10 svhn fmnist imagenet10
 METHODS := simclr moco byol protocl fedu
 EXPERIMENTS := $(basename $(notdir $(wildcard experiments/*.yaml)))
+OF_PAPER := $(basename $(notdir $(shell grep -l '^paper:' experiments/*.yaml)))
 REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/results/$(PROFILE))
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
@@ -32,7 +33,7 @@ $(EXPERIMENTS): .venv/installed
 	$(BIN)/fedx-pl sweep $@ profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS); code=$$?; $(REPORT); exit $$code
 
 paper: .venv/installed  ## All experiments of the paper, then the report
-	$(BIN)/fedx-pl sweep $(EXPERIMENTS) profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS); code=$$?; $(REPORT); exit $$code
+	$(BIN)/fedx-pl sweep $(OF_PAPER) profile=$(PROFILE) --seeds $(SEEDS) --jobs $(JOBS) $(ARGS); code=$$?; $(REPORT); exit $$code
 
 report: .venv/installed  ## Tables and figures of all finished experiments
 	$(REPORT)

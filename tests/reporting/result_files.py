@@ -8,6 +8,19 @@ from typing import Any
 from fedx_pl.reporting.results import configured
 from fedx_pl.sweep import Experiment, Labels
 
+DEFINITION = {
+    "title": "Two data sets & <three> variants",
+    "paper": "Table 9",
+    "note": "Made up.",
+    "base": "federation.rounds=30",
+    "axes": {
+        "data": {"CIFAR-10": "data=cifar10", "SVHN": "data=svhn"},
+        "variant": {"plain": "optim.batch_size=64", "a<b": "optim.batch_size=32", "+ FedX": "fedx=true"},
+    },
+    "columns": "data",
+    "baseline": "plain",
+}
+
 
 def write_result(
     folder: Path, experiment: Experiment, cell: Labels, seed: int, linear: Mapping[int, float], **changes: Any
@@ -27,7 +40,7 @@ def write_result(
     last = max(linear)
     rows: list[dict[str, Any]] = [{"round": round, "loss": 1.0} for round in range(1, rounds + 1)]
     for round, value in linear.items():
-        rows[(rounds if round == last else round) - 1] |= {"linear_top1": value, "knn_top1": value - 10}
+        rows[(rounds if round == last else round) - 1] |= {"linear_top1": value, "knn_top1": value / 2}
     content = {
         "format": 1, "name": config.name, "hash": config.hash, "seed": seed, "profile": "mini", "commit": "abc1234",
         "machine": "2 CPU threads", "seconds": 600.0, "config": config.content(),
@@ -37,3 +50,13 @@ def write_result(
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     return path
+
+
+def lines(folder: Path) -> list[str]:
+    """Of the report."""
+    return (folder / "report.md").read_text().splitlines()
+
+
+def rows(folder: Path, *starts: str) -> list[str]:
+    """The Markdown table rows that begin with these cells."""
+    return [line for line in lines(folder) if line.startswith("| " + " | ".join(starts) + " |")]

@@ -30,7 +30,7 @@ def test_results_are_found_by_cell_and_seed(tmp_path):
     first, second = runs.found["+ FedX",][0], runs.found["+ FedX",][2]
     assert (first.last(), first.best(), second.last(), second.best()) == (42.0, 43.0, 44.0, 45.0)
     assert first.measured() == [(5, 41.0), (10, 43.0), (30, 42.0)]
-    assert first.last("knn_top1") == 32.0
+    assert first.last("knn_top1") == 21.0
     assert runs.values(("+ FedX",), lambda result: result.last()) == {0: 42.0, 2: 44.0}
 
 

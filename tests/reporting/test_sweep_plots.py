@@ -37,10 +37,14 @@ def test_a_line_is_the_mean_over_seeds_in_a_band_from_least_to_greatest(tmp_path
     assert [text.get_text() for text in legend.get_texts()] == ["+ FedX", "untrained"]
 
 
-def test_one_seed_has_no_band(tmp_path):
+def test_one_seed_has_no_band_and_is_dotted(tmp_path):
     experiment = Experiment("one", "One", {"variant": AXES["variant"]}, base=BASE)
     write_result(tmp_path, experiment, ("plain",), 0, {5: 38.0, 30: 41.0})
-    assert not figure_of(tmp_path, experiment).axes[0].collections
+    axes = figure_of(tmp_path, experiment).axes[0]
+    assert not axes.collections
+    assert axes.lines[0].get_linestyle() == ":"
+    write_result(tmp_path, experiment, ("plain",), 1, {5: 38.0, 30: 41.0})
+    assert figure_of(tmp_path, experiment).axes[0].lines[0].get_linestyle() == "-"
 
 
 def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path):

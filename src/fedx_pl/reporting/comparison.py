@@ -17,7 +17,8 @@ RULE = (
     "standard errors above zero, and lower, beyond the seed noise, if it is as far below; t is Student's quantile for "
     "a two-sided test at 95 %: {} for two seeds, {} for three, {} for five. Each row is tested by itself, not "
     "corrected for the number of rows. With few seeds the rule is strict: within the seed noise does not mean that "
-    "there is no difference. One seed allows no statement."
+    "there is no difference. One seed allows no statement. All this holds for seeds that were chosen before looking: a "
+    "row that got more seeds because the first left it open reaches a verdict more easily."
 )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.config import all_keys
+from fedx_pl.config import Config, all_keys, compose
+from fedx_pl.mixins import MIXINS
 from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
 from fedx_pl.reporting.results import Runs, configured, settings
 
@@ -29,15 +30,16 @@ def difference_blocks(used: Sequence[Runs], definitions: Path, out: Path) -> lis
     rows = _rows(compared)
     if rows:
         text = " of each run that was used are compared with those of the same run at profile "
-        blocks.append(Paragraph(["All settings", text, Code("paper"), ", key by key; these are not the same."]))
-        head = ["key", "paper", f"here ({profile})", "where", "meaning"]
+        other = "; of a run that has no like there, with those of its data set and method. These are not the same."
+        blocks.append(Paragraph(["All settings", text, Code("paper"), f", key by key{other}"]))
+        head = ["key", "profile paper", f"here ({profile})", "where", "meaning"]
         blocks.append(Table(head, rows, labels=1))
     else:
         blocks.append(Paragraph(["All settings of the runs are those of profile ", Code("paper"), "."]))
     return [
         *blocks,
         Paragraph(["And what no key says:"]),
-        Bullets(_remarks([one.here for one in compared], definitions, out)),
+        Bullets([*_remarks([one.here for one in compared], definitions, out), *_fedu_remark(used)]),
     ]
 
 
@@ -54,13 +56,20 @@ def _configurations(used: Sequence[Runs]) -> list[_Compared]:
     """Of all cells that have a result, each once."""
     found: dict[str, _Compared] = {}
     for runs in used:
+        in_paper = set(runs.experiment.cells("paper"))
         for cell, results in runs.found.items():
             seed = min(results)
             here = configured(runs.experiment, cell, runs.profile, seed)
             if here.hash not in found:
-                paper = configured(runs.experiment, cell, "paper", seed)
+                paper = configured(runs.experiment, cell, "paper", seed) if cell in in_paper else _usual(here)
                 found[here.hash] = _Compared(settings(here), settings(paper), runs.experiment.name)
     return list(found.values())
+
+
+def _usual(config: Config) -> Config:
+    """What the paper does with a data set and a method."""
+    mixins = [f"{name}={str(getattr(config, name).enabled).lower()}" for name in MIXINS]
+    return compose([f"data={config.data.name}", f"method={config.method.name}", f"seed={config.seed}", *mixins])
 
 
 def _rows(compared: Sequence[_Compared]) -> list[list[Inline]]:
@@ -114,6 +123,11 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
     remarks.append([text, ". The paper's code measures every round."])
     tested = _several(everything, "data.test_limit")
     remarks.append([f"Tested on {'the full test set' if tested == '0' else f'{tested} test images (0: all of them)'}."])
+    if any(one["data.name"] == "cifar10" and one["augment.brightness"] == 0 for one in everything):
+        remarks.append([
+            "Of the colour jitter on CIFAR-10 the paper does not say how strong it is; profile paper has a usual "
+            "strength, and the released code none, as runs with ", Code("augment.brightness=0"), " here.",
+        ])  # fmt: skip
     if any(one["data.limit"] for one in everything):
         remarks.append(
             ["The linear probe and the kNN learn from the labels of the images that the clients have, no more."]
@@ -125,6 +139,25 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
         place = Link("docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix())
     remarks.append(["What is the paper's, what its released code's and what ours, point by point: ", place, "."])
     return remarks
+
+
+def _fedu_remark(used: Sequence[Runs]) -> list[list[Inline]]:
+    """In how many rounds FedU was more than BYOL."""
+    runs = {result.hash: result for one in used for cell in one.found for result in one.of(cell)}
+    told = [
+        (row["divergence"], result.config["method.mu"])
+        for result in runs.values()
+        if result.config["method.name"] == "fedu"
+        for row in result.rows
+        if "divergence" in row
+    ]
+    if not told:
+        return []
+    reached = sum(divergence >= mu for divergence, mu in told)
+    return [[
+        "With FedU a client keeps its own predictor once its divergence reaches ", Code("method.mu"), ". The mean over "
+        f"the clients did so in {reached} of {len(told)} rounds; where no client does, FedU is BYOL.",
+    ]]  # fmt: skip
 
 
 def _several(everything: Sequence[Settings], key: str) -> str:

@@ -7,7 +7,7 @@ from fedx_pl.files import write_atomically
 from fedx_pl.reporting import comparison, pages, tables
 from fedx_pl.reporting.differences import difference_blocks
 from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Picture, Strong, Table
-from fedx_pl.reporting.results import Result, Runs, match, read_results
+from fedx_pl.reporting.results import KNN, Result, Runs, match, read_results
 from fedx_pl.reporting.sweep_plots import curves_figure
 from fedx_pl.reporting.tables import GEOMETRY, Paper
 from fedx_pl.sweep import load_experiments
@@ -46,11 +46,14 @@ def write_report(
         load_experiments(definitions),
         key=lambda one: (order.index(one.name) if one.name in order else len(order), one.name),
     )
-    used = [runs for one in experiments if (runs := match(one, found, outdated)).found]
+    used, begun = _shown([runs for one in experiments if (runs := match(one, found, outdated)).found])
 
     blocks: list[Block] = [*_summary(found, used, paper)]
     for runs in used:
         blocks += _section(runs, paper)
+    if begun:
+        text = "Of these nothing was run but what stands in the tables above: "
+        blocks += [Heading("Not begun"), Paragraph([f"{text}{'; '.join(one.experiment.title for one in begun)}."])]
     if used:
         blocks += difference_blocks(used, definitions, out)
     blocks += _what_ran(found, used, problems, outdated)
@@ -61,6 +64,18 @@ def write_report(
     for path, content in written.items():
         write_atomically(path, content)
     return list(written)
+
+
+def _shown(used: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
+    """The experiments that have a section, and those of which only runs of earlier sections are there."""
+    shown: list[Runs] = []
+    begun: list[Runs] = []
+    seen: set[str] = set()
+    for runs in used:
+        own = {result.hash for cell in runs.found for result in runs.of(cell)}
+        (begun if runs.missing and own <= seen else shown).append(runs)
+        seen |= own
+    return shown, begun
 
 
 def _title(found: Sequence[Result]) -> str:
@@ -119,6 +134,9 @@ def _table(runs: Runs, paper: Paper) -> Iterator[Block]:
     if runs.experiment.baseline:
         yield from tables.gain_blocks(f"{_differences(runs)}, last round", runs, *_accuracy_gains(runs, paper))
     yield tables.knn_table(runs)
+    if runs.experiment.baseline:
+        rows, reference = tables.gains(runs, {"kNN": lambda result: result.last(KNN)}, lambda *_: None)
+        yield from tables.gain_blocks(f"{_differences(runs)} by kNN, last round", runs, rows, reference, fold=True)
 
 
 def _accuracy_gains(runs: Runs, paper: Paper) -> tuple[list[tables.Gain], str]:
@@ -139,7 +157,10 @@ def _curves(runs: Runs, paper: Paper) -> Iterator[Block]:
     text = (
         "Linear top-1 by round: the mean over the seeds, in a band from the lowest to the highest seed where there is "
     )
-    yield Paragraph([text, "more than one. Dashed: the untrained network, mean over the runs of the panel."])
+    yield Paragraph([
+        text, "more than one; a dotted line is a single seed. Dashed: the untrained network, mean over the runs of the "
+        "panel.",
+    ])  # fmt: skip
 
 
 def _errors(runs: Runs, paper: Paper) -> Iterator[Block]:

@@ -20,8 +20,9 @@ _MARKERS = "os^DvPX*<>"
 def curves_figure(runs: Runs) -> Figure | None:
     """Linear top-1 by round: a panel for each group of cells, a line for each label of the last axis.
 
-    A line is the mean over the seeds, its band reaches from the least to the greatest; the dashed line is the
-    untrained network. Panels of the axis that the table spreads over columns stand side by side.
+    A line is the mean over the seeds, its band reaches from the least to the greatest, and it is dotted where there is
+    one seed; the dashed line is the untrained network. Panels of the axis that the table spreads over columns stand
+    side by side.
 
     Returns:
         nothing if no run has an accuracy.
@@ -86,8 +87,10 @@ def _draw(axes: Axes, runs: Runs, group: Labels) -> None:
         marker = _MARKERS[position % len(_MARKERS)]
         means = [statistics.fmean(values) for values in points.values()]
         size = 4 if len(points) <= 40 else 0
-        axes.plot(list(points), means, color=colour, marker=marker, markersize=size, linewidth=1.6, label=label)
-        if any(len(values) > 1 for values in points.values()):
+        several = any(len(values) > 1 for values in points.values())
+        style = "-" if several else ":"
+        axes.plot(list(points), means, style, color=colour, marker=marker, markersize=size, linewidth=1.6, label=label)
+        if several:
             lowest, highest = map(min, points.values()), map(max, points.values())
             alpha = 0.18 if len(runs.variants) <= 4 else 0.08  # many bands would hide the lines
             axes.fill_between(list(points), list(lowest), list(highest), color=colour, alpha=alpha, linewidth=0)

@@ -92,7 +92,7 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
         printed = _pair(paper.numbers(runs, cell), _with_error)
         return [over_seeds(cell, list), over_seeds(cell, sorted), printed]
 
-    heads = ["last five", "best five", "the paper's last / best five"]
+    heads = ["last five", "best five", "the paper's last / best round ± error over five"]
     return _grid(runs, heads if paper.has(runs) else heads[:-1], fields)
 
 
@@ -209,7 +209,13 @@ def gains(
 
 
 def gain_blocks(
-    title: str, runs: Runs, rows: Sequence[Gain], reference: str, names: Mapping[str, str] | None = None
+    title: str,
+    runs: Runs,
+    rows: Sequence[Gain],
+    reference: str,
+    names: Mapping[str, str] | None = None,
+    *,
+    fold: bool = False,
 ) -> list[Block]:
     """The comparisons as a table, and how many rows gain where a label has several.
 
@@ -219,6 +225,7 @@ def gain_blocks(
         rows: the comparisons.
         reference: the label with which the paper compares.
         names: of the measures, where there is more than one, for a column that tells them apart.
+        fold: show the table on a click, and count nothing.
     """
     if not rows:
         return []
@@ -235,11 +242,11 @@ def gain_blocks(
         line += [row.differences.text("+"), Strong(verdict) if verdict in (ABOVE, BELOW) else verdict, extent]
         line += [_decimal_or_none(row.paper, "+")] * known
         lines.append(line)
-    table = Table(head, lines, labels=len(axes) + bool(names))
-    counted = [row for row in rows if row.differences.n and len(runs.groups) > 1]
-    labels = dict.fromkeys(row.label for row in counted)
-    counts = [_count([row for row in counted if row.label == label], runs) for label in labels]
-    return [Heading(title, level=3), table, *counts]
+    table = Table(head, lines, labels=len(axes) + bool(names), fold=title if fold else "")
+    if fold:
+        return [table]
+    counted = [[row for row in rows if row.label == label and row.differences.n] for label in runs.variants]
+    return [Heading(title, level=3), table, *(_count(some, runs) for some in counted if len(some) > 1)]
 
 
 def _count(rows: Sequence[Gain], runs: Runs) -> Paragraph:
