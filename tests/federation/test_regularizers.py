@@ -15,7 +15,10 @@ from fedx_pl.config import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import regularizers
 from fedx_pl.federation.aggregate import FedAvg
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import Update
+from fedx_pl.federation.orchestrator import Orchestrator, Silent
+from fedx_pl.federation.plan import prepare
 from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.methods.base import OptimOptions, State
@@ -167,10 +170,53 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def orchestrator_stops_after_round_1(words: list[str]) -> None:
-    from fedx_pl.federation.orchestrator import Orchestrator, Silent
-    from fedx_pl.federation.plan import prepare
+def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny: list[str], tmp_path: Path) -> None:
+    """After every round of a federation with clients of unequal size, of which two of three train: c = sum n_i c_i / N,
+    with c_i = 0 for who has never trained. Uniform weights, or shares of the round's clients, would give another c."""
+    run = tmp_path / "run"
+    words = [*tiny, "method=byol", "regularizer=scaffold", "federation.fraction=0.67", "partition.beta=0.5"]
+    plan = prepare(compose([*words, f"run.dir={run}"]), report=lambda line: None)
+    sizes = [len(rows) for rows in plan.clients]
+    assert len(set(sizes)) == 3
+    trained = []
 
+    class Display(Silent):
+        def row(self, row: dict[str, Any]) -> None:
+            if row["round"] == 0:
+                return
+            checkpoints = Checkpoints(run)
+            found = checkpoints.latest(mend=False)
+            assert found is not None
+            state, weights = found
+            trained.append(len(state.clients))
+            server = regularizers.split(weights)[1]
+            expected = {name: torch.zeros_like(tensor) for name, tensor in server.items()}
+            for client, record in state.clients.items():
+                memory = checkpoints.load_client(client, record)
+                assert memory is not None
+                for name, mean in expected.items():
+                    mean += sizes[client] / sum(sizes) * memory.private[f"regularizer/{name}"]
+            assert any(tensor.abs().sum() > 0 for tensor in server.values())
+            torch.testing.assert_close(server, expected, rtol=1e-4, atol=1e-6)
+
+    Orchestrator(plan, Display()).run()
+    assert trained == [2, 3]
+
+
+def test_an_ema_target_follows_the_corrected_step() -> None:
+    """With momentum .99, after one step: .99 of the start and .01 of the returned weights, the correction of lr * c =
+    .1 in them. Without it the target would be .001 off."""
+    model, scaffold = make_model(BUILT_IN["byol"], momentum=0.99, optim=OptimOptions(lr=0.1)), Scaffold()
+    start = {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
+    update = train(model, data_for(model, images=8), state=regularizers.join(start, server), regularizer=scaffold)
+    assert len(update.losses) == 1
+    name = "conv1.weight"
+    expected = 0.99 * start[f"backbone.{name}"] + 0.01 * update.state[f"backbone.{name}"]
+    torch.testing.assert_close(update.memory.private[f"target.0.{name}"], expected, rtol=0, atol=1e-5)
+
+
+def orchestrator_stops_after_round_1(words: list[str]) -> None:
     class Stop(Exception):
         pass
 

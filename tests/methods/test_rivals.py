@@ -1,18 +1,23 @@
 """MOON-unsup and FedCA: the paper's rivals of FedX, as mixins."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as nnf
 from helpers import data_for, make_data, make_model, start, train
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedx_pl import FedCAMixin, FedXMixin, MoonMixin, SSLMethod, losses
+from fedx_pl.cli import main
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
+from fedx_pl.federation.orchestrator import Orchestrator, Silent
+from fedx_pl.federation.plan import prepare
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
 
@@ -151,6 +156,32 @@ def test_mixins_are_keys_of_the_configuration() -> None:
     assert config.name == "cifar10-byol-fedx-moon-fedprox-paper"
     with pytest.raises(UserError, match=r"moon.tau=0"):
         compose(["moon=true", "moon.tau=0"])
+
+
+@pytest.mark.parametrize("rival", ["moon", "fedca"])
+def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny: list[str], tmp_path: Path) -> None:
+    """Two rounds in one go, and two with a stop in between: the same weights. MOON's second round needs what each
+    client kept of its first."""
+    words = [*tiny, f"{rival}=true"]
+    if rival == "fedca":
+        assert main(["train", *tiny, f"run.dir={tmp_path / 'base'}", "federation.rounds=1"]) == 0
+        words.append(f"fedca.base={tmp_path / 'base'}")
+    assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
+
+    class Stopping(Silent):
+        def row(self, row: dict[str, Any]) -> None:
+            if row["round"] == 1:
+                raise KeyboardInterrupt
+
+    stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
+    with pytest.raises(KeyboardInterrupt):
+        Orchestrator(prepare(compose(stopped), report=lambda line: None), Stopping()).run()
+    assert main(["train", *stopped]) == 0
+    whole, again = (load_file(tmp_path / folder / "encoder.safetensors") for folder in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    term = {"moon": "loss_model_contrast", "fedca": "loss_alignment"}[rival]
+    rows = json.loads((tmp_path / "whole" / "metrics.json").read_text())["rounds"]
+    assert rows[-1][term] > 0
 
 
 def test_a_mixin_after_the_method_is_refused() -> None:
