@@ -83,6 +83,10 @@ def test_an_experiment_of_which_only_shared_runs_are_there_has_no_section(result
     text = "\n".join(lines(results))
     assert "## Begun" not in text
     assert "Of these nothing was run but what stands in the tables above: Begun." in text
+    (definitions / "zbegun.yaml").write_text(yaml.safe_dump(content | {"show": ["curves"]}))
+    write_report(results, definitions)
+    assert "## Begun" in lines(results)  # The same runs in another form.
+    (definitions / "zbegun.yaml").write_text(yaml.safe_dump(content))
     begun = load_experiment(definitions / "zbegun.yaml")
     write_result(results, begun, ("seven",), 0, {5: 40.0})
     write_report(results, definitions)

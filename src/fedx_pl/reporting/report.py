@@ -67,13 +67,14 @@ def write_report(
 
 
 def _shown(used: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
-    """The experiments that have a section, and those of which only runs of earlier sections are there."""
+    """The experiments that have a section, and tables that would only repeat some rows of earlier ones."""
     shown: list[Runs] = []
     begun: list[Runs] = []
     seen: set[str] = set()
     for runs in used:
         own = {result.hash for cell in runs.found for result in runs.of(cell)}
-        (begun if runs.missing and own <= seen else shown).append(runs)
+        repeats = runs.missing and own <= seen and runs.experiment.show == ["table"]
+        (begun if repeats else shown).append(runs)
         seen |= own
     return shown, begun
 

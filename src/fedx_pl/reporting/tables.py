@@ -246,7 +246,8 @@ def gain_blocks(
     if fold:
         return [table]
     counted = [[row for row in rows if row.label == label and row.differences.n] for label in runs.variants]
-    return [Heading(title, level=3), table, *(_count(some, runs) for some in counted if len(some) > 1)]
+    several = [some for some in counted if len({row.group for row in some}) > 1]
+    return [Heading(title, level=3), table, *(_count(some, runs) for some in several)]
 
 
 def _count(rows: Sequence[Gain], runs: Runs) -> Paragraph:
