@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 import torchvision
@@ -71,6 +74,40 @@ def test_mistakes_are_named(options: BackboneOptions, message: str) -> None:
 def test_a_network_that_the_cpu_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(UserError, match=r"type backbone\.width=16"):
         build(BackboneOptions("resnet10", width=8), channels=3, image_size=64)
+
+
+def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
+    """Its shortcuts leave pixels out before the 1x1 convolution instead of within it."""
+    net = build(BackboneOptions("resnet18", width=4), channels=3, image_size=32).eval()
+    usual = torchvision.models.resnet18()
+    usual.inplanes = 4
+    for i in range(4):
+        stage = usual._make_layer(torchvision.models.resnet.BasicBlock, 4 * 2**i, 2, stride=1 if i == 0 else 2)
+        setattr(usual, f"layer{i + 1}", stage)
+    usual.conv1, usual.bn1 = net.conv1, net.bn1
+    usual.maxpool = usual.fc = torch.nn.Identity()
+    usual.load_state_dict(net.state_dict())
+    assert usual.layer2[0].downsample[0].stride == (2, 2)
+    x = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(net(x), usual.eval()(x))
+
+
+def test_thin_networks_leave_the_heap_as_it_was() -> None:
+    """torch 2.15's kernels wrote past their buffers for them; glibc ends the process, so it is one of its own."""
+    script = """
+import torch
+from fedx_pl.backbones import BackboneOptions, build
+
+for width in (1, 4, 7, 8):
+    for name in ("resnet10", "resnet50"):
+        net = build(BackboneOptions(name, width), channels=3, image_size=32).to(memory_format=torch.channels_last)
+        for step in range(5):
+            x = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+            net(x).square().mean().backward()
+            others = [torch.empty(size) for size in range(1, 3000, 7)]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_encoder_loads_into_torchvision_as_the_readme_says() -> None:

@@ -275,6 +275,24 @@ def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
     return runner, output.getvalue()
 
 
+def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_path: Path) -> None:
+    """Three of five rounds are left, a round took 10 s, two runs go at once: 15 s."""
+    begun = job_in(tmp_path, "federation.rounds=5", name="begun")
+    begun.folder.mkdir()
+    (begun.folder / "metrics.csv").write_text("round\n1\n2\n")
+    done = finished(job_in(tmp_path, "seed=1", name="done"))
+    metrics = {"untrained": {}, "rounds": [{"round": 1, "round_seconds": 10.0}], "seconds": 99.0}
+    (done.folder / "metrics.json").write_text(json.dumps(metrics))
+    console = Console(file=io.StringIO())
+    assert Sweep([done, begun], tmp_path / "results", 2, console).expected_seconds() is None
+    sweep([done], tmp_path)
+    left = Sweep([done, begun], tmp_path / "results", 2, console)
+    assert left.rounds_left() == 3
+    assert left.expected_seconds() == 15.0
+    elsewhere = job_in(tmp_path, "federation.rounds=5", "run.threads=7", name="elsewhere")
+    assert Sweep([elsewhere], tmp_path / "results", 2, console).expected_seconds() is None
+
+
 def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
     bad, good = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
     (bad.folder / "metrics.json").write_text("{")

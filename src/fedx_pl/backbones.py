@@ -1,5 +1,6 @@
 """Encoders: ResNets with a stem for small or for large images, at any width."""
 
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -96,7 +97,25 @@ def _resnet(block: type[BasicBlock | Bottleneck], stages: list[int], width: int)
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         setattr(net, f"layer{i + 1}", stage)
     net.fc = nn.Linear(width * 8 * block.expansion, 1)
+    for module in net.modules():
+        if getattr(module, "downsample", None) is not None:
+            module.downsample = _safe_for_few_channels(module.downsample)
     return net
+
+
+def _safe_for_few_channels(downsample: nn.Sequential) -> nn.Sequential:
+    """The same function of its input, under the same names, without a strided 1x1 convolution of few channels.
+
+    torch 2.15's CPU kernel for the backward pass of one writes past its buffer if it has fewer channels than a vector
+    register has floats, 8 with AVX2 and 16 with AVX-512. The pixels that it would skip are left out before it.
+    """
+    convolution, norm = downsample
+    assert isinstance(convolution, nn.Conv2d)
+    if convolution.stride == (1, 1) or convolution.in_channels >= 16:
+        return downsample
+    every_other = nn.MaxPool2d(1, stride=convolution.stride)
+    convolution.stride = (1, 1)
+    return nn.Sequential(OrderedDict([("pixels", every_other), ("0", convolution), ("1", norm)]))
 
 
 def _torchvision_resnet(options: BackboneOptions) -> ResNet:

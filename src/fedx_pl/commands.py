@@ -95,10 +95,11 @@ def sweep(options: argparse.Namespace) -> int:
     results = options.results or _results_folder(definitions, profile)
     console = terminal.make_console()
     sweep = runner.Sweep(jobs, results, options.jobs, console)
-    rounds = sum(job.config.federation.rounds for job in sweep.waiting)
+    seconds = sweep.expected_seconds()
     console.print(
         f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
-        f"already, {rounds:,} rounds to go, {options.jobs} at once",
+        f"already, {sweep.rounds_left():,} rounds to go, {options.jobs} at once"
+        + (f": about {terminal.duration(seconds)}, by the rounds of earlier runs" if seconds else ""),
         soft_wrap=True,
     )
     if options.dry_run:

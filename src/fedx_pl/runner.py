@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
-from fedx_pl.reporting.results import FORMAT, fits
+from fedx_pl.reporting.results import FORMAT, fits, read_results
 from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
 from fedx_pl.terminal import QUIET_SECONDS, duration, is_live
@@ -206,6 +207,21 @@ class Sweep:
             signal.signal(signal.SIGTERM, usual)
         return self.failed
 
+    def rounds_left(self) -> int:
+        """Of all runs; what an interrupted run has done is done."""
+        return sum(job.config.federation.rounds for job in self._todo) - self._rounds()
+
+    def expected_seconds(self) -> float | None:
+        """By the median round of the results that a machine like this one has left here; None if there are none."""
+        try:
+            results, _ = read_results(self.results)
+        except UserError:
+            return None
+        here = {machine(job.config) for job in self._todo}
+        rows = (row for result in results if result.machine in here for row in result.rows)
+        seconds = [row["round_seconds"] for row in rows if "round_seconds" in row]
+        return statistics.median(seconds) * self.rounds_left() / self.workers if seconds else None
+
     def _line(self, rounds: int, left: int, seconds: float) -> str:
         now = ", ".join(f"{job.config.name}-s{job.config.seed} {job.stage()}" for job in self.running)
         more = " and evaluations" if any(job.evaluate for job in self._todo) else ""
@@ -296,9 +312,10 @@ class Sweep:
 
 
 def machine(config: Config) -> str:
-    """On what a run ran."""
+    """On what a run ran: the same seed gives the same digits only with the same kernels and threads."""
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
-    where = torch.cuda.get_device_name() if cuda else f"CPU, threads: {config.run.threads or os.cpu_count()}"
+    cpu = f"CPU with {torch.backends.cpu.get_cpu_capability()}, threads: {config.run.threads or os.cpu_count()}"
+    where = torch.cuda.get_device_name() if cuda else cpu
     return f"{where}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
 
 

@@ -172,6 +172,18 @@ def test_the_summary_counts_what_is_used(results, definitions):
     assert row.endswith("| `abc1234` | 10.0 | tiny |")
 
 
+def test_runs_of_several_machines_are_told_apart(results, definitions):
+    """Other kernels give other digits for the same seed."""
+    write_report(results, definitions)
+    assert "| cell | seed | run | hash | commit | minutes | used in |" in lines(results)
+    tiny = load_experiment(definitions / "tiny.yaml")
+    write_result(results, tiny, ("CIFAR-10", "plain"), 7, {30: 40.0}, machine="CPU with AVX2")
+    write_report(results, definitions)
+    assert "| cell | seed | run | hash | commit | minutes | machine | used in |" in lines(results)
+    (row,) = rows(results, "CIFAR-10 / plain", "7")
+    assert "| 10.0 | CPU with AVX2 | tiny |" in row
+
+
 def test_files_that_could_not_be_used_are_named(results, definitions):
     (results / "broken.json").write_text("{")
     path = sorted(results.glob("cifar10-simclr-mini-s0-*.json"))[0]

@@ -287,17 +287,19 @@ def _what_ran(
     runs = _unique(used)
     yield Heading("What ran", anchor="runs")
     if runs:
-        head = ["cell", "seed", "run", "hash", "commit", "minutes", "used in"]
+        machines = sorted({result.machine for result in runs})
+        head = ["cell", "seed", "run", "hash", "commit", "minutes", *["machine"] * (len(machines) > 1), "used in"]
         rows: list[list[Inline]] = []
         for result in runs:
             cells = [(one.experiment.name, cell) for one in used for cell in one.found if result in one.of(cell)]
             rows.append([
                 " / ".join(cells[0][1]), str(result.seed), result.name, Code(result.hash), Code(result.commit),
-                f"{result.seconds / 60:.1f}", ", ".join(dict.fromkeys(name for name, _ in cells)),
+                f"{result.seconds / 60:.1f}", *[result.machine] * (len(machines) > 1),
+                ", ".join(dict.fromkeys(name for name, _ in cells)),
             ])  # fmt: skip
         text = f"{len(runs)} {_plural('run', runs)}, {_hours(runs)} of wall time, summed over the runs, on "
         dirty = " A commit with a + had changed files." if any(one.commit.endswith("+") for one in runs) else ""
-        yield Paragraph([text, "; ".join(sorted({result.machine for result in runs})), f".{dirty}"])
+        yield Paragraph([text, "; ".join(machines), f".{dirty}"])
         yield Table(head, rows, fold="All runs: seed, hash, commit and wall time")
     kept = {result.hash for result in runs}
     left_out: list[list[Inline]] = [[problem] for problem in problems]
