@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,7 @@ def test_only_names_axes_and_labels() -> None:
     assert parse_only(["method=FedBYOL,FedU"], experiments) == {"method": ["FedBYOL", "FedU"]}
     with pytest.raises(UserError, match="there is no axis 'methods'; the axes are"):
         parse_only(["methods=FedU"], experiments)
+    assert parse_only(["method=FedBYOL", "method=FedU"], experiments) == {"method": ["FedBYOL", "FedU"]}
     with pytest.raises(UserError, match="method has no 'FedV'; it has FedSimCLR"):
         parse_only(["method=FedV"], experiments)
 
@@ -142,7 +144,7 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert main([*words, "--jobs", "2"]) == 1
     output = capsys.readouterr().out
     assert "3 runs, 0 finished already, 6 rounds to go, 2 at once" in output
-    assert "failed: exit code 2: error: partition.file=/nowhere.json" in output
+    assert "(broken, seed 0): failed: exit code 2: error: partition.file=/nowhere.json" in output
     results = sorted((experiment.parent / "results" / "paper").glob("*.json"))
     assert len(results) == 2
     plain = json.loads(results[-1].read_text())
@@ -173,7 +175,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
     command += ["--definitions", str(path.parent)]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not (tables := list((tmp_path / "runs").glob("*/metrics.csv"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
@@ -184,7 +186,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     assert not list(path.parent.glob("results/*/*.json"))
     lock(tables[0].parent).close()  # Nobody is training there any more.
 
-    second = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
     assert re.search(r"going on after round \d+ of 12", log)
@@ -195,13 +197,16 @@ def test_a_result_of_another_default_does_not_count(tmp_path: Path) -> None:
     config = compose([])
     content = json.loads(json.dumps(config.content()))
     file = tmp_path / "result.json"
-    file.write_text(json.dumps({"config": content}))
+    rounds = [{"round": config.federation.rounds}]
+    file.write_text(json.dumps({"config": content, "rounds": rounds}))
     assert read_result(file, config) is not None
+    file.write_text(json.dumps({"config": content, "rounds": [{"round": 1}]}))
+    assert read_result(file, config) is None  # It was cut off.
     del content["fedx"]["queue_size"]  # A key that came later.
-    file.write_text(json.dumps({"config": content}))
+    file.write_text(json.dumps({"config": content, "rounds": rounds}))
     assert read_result(file, config) is not None
     content["fedx"]["tau"] = 0.2
-    file.write_text(json.dumps({"config": content}))
+    file.write_text(json.dumps({"config": content, "rounds": rounds}))
     assert read_result(file, config) is None
     file.write_text("{")
     assert read_result(file, config) is None
@@ -291,6 +296,56 @@ def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_pat
     assert left.expected_seconds() == 15.0
     elsewhere = job_in(tmp_path, "federation.rounds=5", "run.threads=7", name="elsewhere")
     assert Sweep([elsewhere], tmp_path / "results", 2, console).expected_seconds() is None
+
+
+def test_a_failed_run_does_not_shorten_what_the_others_take(tmp_path: Path) -> None:
+    """Its rounds will not be run: they are neither done nor to do."""
+    bad, good = (job_in(tmp_path, "federation.rounds=20", f"seed={i}", name=f"{i}") for i in range(2))
+    sweep = Sweep([bad, good], tmp_path / "results", 1, Console(file=io.StringIO()))
+    assert sweep.rounds_left() == 40
+    sweep.waiting.remove(bad)
+    sweep.failed.append(bad)
+    assert sweep.rounds_left() == 20
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
+    """A sweep that was killed outright leaves its runs training: the next one takes their results."""
+    job = finished(job_in(tmp_path))
+    held = lock(job.folder)
+    output = io.StringIO()
+    runner = Sweep([job], tmp_path / "results", 1, Console(file=output, width=500))
+    threading.Timer(1.5, held.close).start()
+    started = time.monotonic()
+    assert runner.run() == []
+    assert time.monotonic() - started > 1.4
+    assert runner.done == [job]
+
+
+def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Path) -> None:
+    class Killed(Job):
+        def next_command(self) -> list[str]:
+            return ["train", "nonsense=1"]
+
+    job = job_in(tmp_path)
+    job.log.parent.mkdir(exist_ok=True)
+    job.log.write_text("# commit abc: fedx-pl train\nerror: of an earlier try\n")
+    _, output = sweep([Killed(job.overrides, job.config, [])], tmp_path)
+    assert "nonsense" in output
+    assert "an earlier try" not in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table1", "--only", "data=SVHN"], "profile mini has no such run"),
+        (["table1", "--seeds=-1"], "--seeds -1 are not whole numbers"),
+        (["table1", "--seeds", "0,x"], "--seeds 0,x are not whole numbers"),
+    ],
+)
+def test_a_sweep_of_nothing_is_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["profile=mini", "--definitions", str(EXPERIMENTS), "--dry-run"]
+    assert main(["sweep", *words, *where]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:

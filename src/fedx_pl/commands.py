@@ -92,6 +92,10 @@ def sweep(options: argparse.Namespace) -> int:
     ]
     seeds = runner.parse_seeds(options.seeds)
     jobs = runner.plan_jobs(experiments, profile, seeds, more, runner.parse_only(options.only, experiments))
+    if not jobs:
+        raise UserError(
+            f"profile {profile} has no such run; see profiles: in {', '.join(names)}.yaml, or type another --only"
+        )
     results = options.results or _results_folder(definitions, profile)
     console = terminal.make_console()
     sweep = runner.Sweep(jobs, results, options.jobs, console)
@@ -108,7 +112,8 @@ def sweep(options: argparse.Namespace) -> int:
         return 0
     failed = sweep.run()
     for job in failed:
-        console.print(f"failed: {job.name}, see {job.log}", soft_wrap=True)
+        see = f", see {job.log}" if job.log.exists() else ""
+        console.print(f"failed: {job.name} ({job.title}){see}", soft_wrap=True)
     console.print(f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True)
     return 1 if failed else 0
 

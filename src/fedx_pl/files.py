@@ -66,6 +66,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process trains in a folder; leaves nothing there."""
+    if not (folder / ".lock").exists():
+        return False
+    try:
+        lock(folder).close()
+    except UserError:
+        return True
+    return False
+
+
 def lock(folder: Path) -> IO[str]:
     """Keeps other processes out of a folder until the returned file is closed or this process ends, however it ends."""
     file = open(folder / ".lock", "w")  # noqa: SIM115 (held open on purpose)

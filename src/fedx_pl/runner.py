@@ -5,6 +5,7 @@ needs; its run folder stays where it is. A run that was cut off goes on from its
 """
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
-from fedx_pl.files import write_atomically
+from fedx_pl.files import is_locked, write_atomically
 from fedx_pl.reporting.results import FORMAT, fits, read_results
 from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
@@ -40,6 +41,7 @@ class Job:
     overrides: list[str]  # of `fedx-pl train`
     config: Config
     evaluate: list[str]  # measured after training
+    label: str = ""  # of its cell, for people: names of runs may be alike but for the hash
     needs: list[str] = field(default_factory=list)  # hashes of runs that must be finished first
     process: subprocess.Popen[bytes] | None = None
     command: list[str] | None = None  # of the process
@@ -48,6 +50,11 @@ class Job:
     def name(self) -> str:
         """Of its result."""
         return self.config.run_name
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.label or self.config.name}, seed {self.config.seed}"
 
     @property
     def folder(self) -> Path:
@@ -112,9 +119,9 @@ def plan_jobs(
     """
     found: dict[str, Job] = {}
 
-    def add(overrides: list[str], evaluate: Sequence[str], needs: list[str]) -> str:
+    def add(overrides: list[str], evaluate: Sequence[str], needs: list[str], label: str) -> str:
         config = compose(overrides)
-        job = found.setdefault(config.hash, Job(overrides, config, []))
+        job = found.setdefault(config.hash, Job(overrides, config, [], label))
         job.evaluate += [kind for kind in evaluate if kind not in job.evaluate]
         job.needs += needs
         return config.hash
@@ -126,18 +133,20 @@ def plan_jobs(
                 if any(label not in (only or {}).get(axis, [label]) for axis, label in labels):
                     continue
                 needed = experiment.needed(cell, profile, seed, more).values()
-                needs = [add(overrides, [], []) for overrides in needed]
-                add(experiment.overrides(cell, profile, seed, more), experiment.evaluate, needs)
+                label = " / ".join(cell)
+                needs = [add(overrides, [], [], f"what {label} builds on") for overrides in needed]
+                add(experiment.overrides(cell, profile, seed, more), experiment.evaluate, needs, label)
     return list(found.values())
 
 
 def read_result(file: Path, config: Config) -> dict[str, Any] | None:
-    """The result of a run; None if there is none, or it was made when a default had another value."""
+    """The result of a run; None if there is none that is whole, or it was made when a default had another value."""
     try:
         result = json.loads(file.read_text())
-    except (OSError, ValueError):
+        ends = max(row["round"] for row in result["rounds"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return result if isinstance(result, dict) and fits(result, config) else None
+    return result if ends == config.federation.rounds and fits(result, config) else None
 
 
 def collect(job: Job) -> dict[str, Any]:
@@ -185,20 +194,19 @@ class Sweep:
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
         )
-        units = sum(job.config.federation.rounds for job in self.waiting)
         before, started, said = self._rounds(), time.monotonic(), time.monotonic()
         # As Ctrl-C: the runs must not outlive the sweep.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
-                task = bar.add_task("starting", total=max(1, units))
+                task = bar.add_task("starting", total=max(1, self._units()))
                 while self.waiting or self.running:
                     self._start()
                     time.sleep(0.5)
                     self._look_after()
-                    done = self._rounds()
+                    done, units = self._rounds(), self._units()
                     line = self._line(done - before, units - done, time.monotonic() - started)
-                    bar.update(task, completed=done, description=line)
+                    bar.update(task, completed=done, total=max(1, units), description=line)
                     if not live and time.monotonic() - said > QUIET_SECONDS:
                         self.console.print(f"  {line}", soft_wrap=True)
                         said = time.monotonic()
@@ -209,7 +217,7 @@ class Sweep:
 
     def rounds_left(self) -> int:
         """Of all runs; what an interrupted run has done is done."""
-        return sum(job.config.federation.rounds for job in self._todo) - self._rounds()
+        return self._units() - self._rounds()
 
     def expected_seconds(self) -> float | None:
         """By the median round of the results that a machine like this one has left here; None if there are none."""
@@ -223,15 +231,22 @@ class Sweep:
         return statistics.median(seconds) * self.rounds_left() / self.workers if seconds else None
 
     def _line(self, rounds: int, left: int, seconds: float) -> str:
-        now = ", ".join(f"{job.config.name}-s{job.config.seed} {job.stage()}" for job in self.running)
+        now = ", ".join(f"{job.title} {job.stage()}" for job in self.running)
+        if not self.running:
+            busy = [job.title for job in self.waiting if is_locked(job.folder)]
+            now = f"waiting for the processes that train {'; '.join(busy)} already" if busy else now
         more = " and evaluations" if any(job.evaluate for job in self._todo) else ""
         eta = f"ETA {duration(seconds * left / rounds)}{more}" if rounds else "ETA unknown"
         return f"{len(self.done)} of {len(self.jobs)} runs, {eta}: {now}"
 
     def _rounds(self) -> int:
-        """Rounds of all runs that were waiting at the start; a finished or failed run counts in full."""
-        open_jobs = {id(job) for job in [*self.waiting, *self.running]}
+        """Rounds of all runs that were waiting at the start; a finished run counts in full."""
+        open_jobs = {id(job) for job in [*self.waiting, *self.running, *self.failed]}
         return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
+
+    def _units(self) -> int:
+        """All rounds that will be done in the end: of a failed run, those that it has done."""
+        return sum(j.rounds_done() if j in self.failed else j.config.federation.rounds for j in self._todo)
 
     def _is_done(self, job: Job) -> bool:
         result = read_result(self.results / f"{job.name}.json", job.config)
@@ -244,14 +259,16 @@ class Sweep:
             self._fail(job, "a run that it builds on failed")
         unfinished = {job.config.hash for job in [*self.waiting, *self.running]}
         ready = [job for job in self.waiting if not unfinished & set(job.needs)]
-        for job in ready[: self.workers - len(self.running)]:
+        free = self.workers - len(self.running)
+        # A locked one is trained by another sweep, or by a process that outlived one that was killed: it can wait.
+        for job in itertools.islice((job for job in ready if not is_locked(job.folder)), free):
             self.waiting.remove(job)
             self.running.append(job)
             self._launch(job)
 
     def _fail(self, job: Job, why: str) -> None:
         self.failed.append(job)
-        self.console.print(f"{job.name}: failed: {why}", soft_wrap=True)
+        self.console.print(f"{job.name} ({job.title}): failed: {why}", soft_wrap=True)
 
     def _launch(self, job: Job) -> None:
         """The next process of a run; without one left, its result is written."""
@@ -287,7 +304,7 @@ class Sweep:
         self.done.append(job)
         last = [row["linear_top1"] for row in result["rounds"] if "linear_top1" in row]
         accuracy = f", linear {last[-1]:.2f}" if last else ""
-        self.console.print(f"{job.name}: done{accuracy}", soft_wrap=True)
+        self.console.print(f"{job.name} ({job.title}): done{accuracy}", soft_wrap=True)
 
     def _look_after(self) -> None:
         for job in [*self.running]:
@@ -354,9 +371,12 @@ def places(words: Sequence[str], workers: int) -> list[str]:
 def parse_seeds(text: str) -> list[int]:
     """``"0,1,2"`` -> [0, 1, 2]."""
     try:
-        return [int(word) for word in text.split(",")]
+        seeds = [int(word) for word in text.split(",")]
     except ValueError:
-        raise UserError(f"--seeds {text} are not whole numbers; type --seeds 0,1,2") from None
+        seeds = [-1]
+    if min(seeds) < 0:
+        raise UserError(f"--seeds {text} are not whole numbers from 0 on; type --seeds 0,1,2")
+    return seeds
 
 
 def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[str, list[str]]:
@@ -365,10 +385,10 @@ def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[
     for experiment in experiments:
         for axis, labels in experiment.axes.items():
             known.setdefault(axis, []).extend(labels)
-    found = {}
+    found: dict[str, list[str]] = {}
     for word in words:
         axis, _, listed = word.partition("=")
-        found[axis] = [label.strip() for label in listed.split(",")]
+        found[axis] = [*found.get(axis, []), *(label.strip() for label in listed.split(","))]
         if axis not in known:
             raise UserError(f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}")
         if unknown := [label for label in found[axis] if label not in known[axis]]:
@@ -383,7 +403,8 @@ def _short(value: Any) -> Any:
 
 
 def _last_words(log: Path) -> str:
-    """What a failed run said: its error if there is one, else its last line."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    """What a failed process of a run said: its error if there is one, else its last line."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = text.rpartition(_START)[2].strip().splitlines()[1:]  # What earlier processes said is not its fault.
     errors = [line for line in lines if line.startswith("error:")]
     return [*lines[-1:], *errors[-1:]][-1] if lines else "it printed nothing"

@@ -63,6 +63,25 @@ def test_what_the_paper_s_profile_has_not_is_compared_with_its_usual_settings(re
     assert not [line for line in found if line[0] == "| `fedx.enabled`"]
 
 
+def test_what_an_experiment_of_one_s_own_sets_is_listed_at_any_profile(tmp_path, definitions):
+    """Not in the paper: 4 rounds and 2 clients are no settings of the paper only because the profile is named so."""
+    content = {"title": "Own", "base": "federation.rounds=4", "axes": {"variant": {"two": "federation.clients=2"}}}
+    (definitions / "own.yaml").write_text(yaml.safe_dump(content))
+    write_result(tmp_path / "r", load_experiment(definitions / "own.yaml"), ("two",), 0, {4: 40.0}, profile="paper")
+    write_report(tmp_path / "r", definitions)
+    found = [tuple(line.split(" | ")[:4]) for line in lines(tmp_path / "r")]
+    assert ("| `federation.rounds`", "`100`", "`4`", "all runs") in found
+    assert ("| `federation.clients`", "`10`", "`2`", "all runs") in found
+
+
+def test_a_baseline_that_the_paper_has_not_is_listed(results, definitions):
+    """The paper has numbers for "+ FedX" only; "plain" has half its batch."""
+    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump({"tiny": {"CIFAR-10": {"+ FedX": [1.0, 2.0]}}}))
+    write_report(results, definitions)
+    found = [tuple(line.split(" | ")[:4]) for line in lines(results)]
+    assert ("| `optim.batch_size`", "`128`", "`64`", "some of tiny") in found
+
+
 def test_it_is_said_how_often_fedu_was_more_than_byol(results, definitions):
     """A mean divergence of .5 in one of 30 rounds, and of .3 in the others; mu is .4."""
     content = {"title": "FedU", "base": "federation.rounds=30 method=fedu", "axes": {"variant": {"plain": []}}}
@@ -82,7 +101,7 @@ def test_an_experiment_of_which_only_shared_runs_are_there_has_no_section(result
     write_report(results, definitions)
     text = "\n".join(lines(results))
     assert "## Begun" not in text
-    assert "Of these nothing was run but what stands in the tables above: Begun." in text
+    assert "Of these nothing was run, or only what stands in the tables above: Begun." in text
     (definitions / "zbegun.yaml").write_text(yaml.safe_dump(content | {"show": ["curves"]}))
     write_report(results, definitions)
     assert "## Begun" in lines(results)  # The same runs in another form.

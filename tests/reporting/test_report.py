@@ -172,6 +172,12 @@ def test_the_summary_counts_what_is_used(results, definitions):
     assert row.endswith("| `abc1234` | 10.0 | tiny |")
 
 
+def test_seeds_that_not_all_rows_have_are_told(results, definitions):
+    """On SVHN "plain" and "+ FedX" have seed 0 and "a<b" another one; two more seeds make a row stand out."""
+    write_report(results, definitions)
+    assert "Not all rows have the same seeds, which alone makes them differ" in (results / "report.md").read_text()
+
+
 def test_runs_of_several_machines_are_told_apart(results, definitions):
     """Other kernels give other digits for the same seed."""
     write_report(results, definitions)

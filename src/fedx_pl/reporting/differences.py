@@ -11,27 +11,31 @@ from fedx_pl.config import Config, all_keys, compose
 from fedx_pl.mixins import MIXINS
 from fedx_pl.reporting.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
 from fedx_pl.reporting.results import Runs, configured, settings
+from fedx_pl.reporting.tables import Paper
 
 Settings = Mapping[str, Any]
 _NAMES = ("name", "profile", "seed", "fedca.base")  # these say which run it is, not how it is done
 
 
-def difference_blocks(used: Sequence[Runs], definitions: Path, out: Path) -> list[Block]:
+def difference_blocks(used: Sequence[Runs], paper: Paper, definitions: Path, out: Path) -> list[Block]:
     """The section: a table of all keys that differ, and what no key says.
 
     Args:
         used: the experiments that have results.
+        paper: its numbers, which tell what it has run.
         definitions: the folder of the experiments, beside ``docs``.
         out: the folder of the report.
     """
-    compared = _configurations(used)
+    compared = _configurations(used, paper)
     profile = used[0].profile
     blocks: list[Block] = [Heading("What differs from the paper", anchor="differences")]
     rows = _rows(compared)
     if rows:
-        text = " of each run that was used are compared with those of the same run at profile "
-        other = "; of a run that has no like there, with those of its data set and method. These are not the same."
-        blocks.append(Paragraph(["All settings", text, Code("paper"), f", key by key{other}"]))
+        blocks.append(Paragraph([
+            "All settings of each run of the paper's experiments are compared with those of the same run at profile ",
+            Code("paper"), ", key by key; of a run that the paper has not, with what it does with that data set and "
+            "method. These are not the same.",
+        ]))  # fmt: skip
         head = ["key", "profile paper", f"here ({profile})", "where", "meaning"]
         blocks.append(Table(head, rows, labels=1))
     else:
@@ -52,17 +56,24 @@ class _Compared:
     experiment: str
 
 
-def _configurations(used: Sequence[Runs]) -> list[_Compared]:
+def _configurations(used: Sequence[Runs], paper: Paper) -> list[_Compared]:
     """Of all cells that have a result, each once."""
     found: dict[str, _Compared] = {}
     for runs in used:
-        in_paper = set(runs.experiment.cells("paper"))
+        experiment = runs.experiment
+        in_paper = set(experiment.cells("paper")) if experiment.paper else set()
         for cell, results in runs.found.items():
             seed = min(results)
-            here = configured(runs.experiment, cell, runs.profile, seed)
-            if here.hash not in found:
-                paper = configured(runs.experiment, cell, "paper", seed) if cell in in_paper else _usual(here)
-                found[here.hash] = _Compared(settings(here), settings(paper), runs.experiment.name)
+            here = configured(experiment, cell, runs.profile, seed)
+            if here.hash in found:
+                continue
+            if cell not in in_paper:
+                there = _usual(here)
+            elif cell[-1] == experiment.baseline and paper.has(runs) and paper.numbers(runs, cell) is None:
+                there = configured(experiment, cell[:-1], "paper", seed)  # A baseline of our own.
+            else:
+                there = configured(experiment, cell, "paper", seed)
+            found[here.hash] = _Compared(settings(here), settings(there), experiment.name)
     return list(found.values())
 
 

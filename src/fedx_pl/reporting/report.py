@@ -46,16 +46,16 @@ def write_report(
         load_experiments(definitions),
         key=lambda one: (order.index(one.name) if one.name in order else len(order), one.name),
     )
-    used, begun = _shown([runs for one in experiments if (runs := match(one, found, outdated)).found])
+    used, begun = _shown([runs for one in experiments if (runs := match(one, found, outdated)).cells])
 
     blocks: list[Block] = [*_summary(found, used, paper)]
     for runs in used:
         blocks += _section(runs, paper)
     if begun:
-        text = "Of these nothing was run but what stands in the tables above: "
-        blocks += [Heading("Not begun"), Paragraph([f"{text}{'; '.join(one.experiment.title for one in begun)}."])]
+        text = "Of these nothing was run, or only what stands in the tables above: "
+        blocks += [Heading("Not begun"), Paragraph([f"{text}{'; '.join(_named_experiment(one) for one in begun)}."])]
     if used:
-        blocks += difference_blocks(used, definitions, out)
+        blocks += difference_blocks(used, paper, definitions, out)
     blocks += _what_ran(found, used, problems, outdated)
 
     written = {out / pages.FIGURES / f"{one.name}.png": one.png for one in blocks if isinstance(one, Picture)}
@@ -67,14 +67,14 @@ def write_report(
 
 
 def _shown(used: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
-    """The experiments that have a section, and tables that would only repeat some rows of earlier ones."""
+    """The experiments that have a section, and those without a run, or whose table would only repeat earlier rows."""
     shown: list[Runs] = []
     begun: list[Runs] = []
     seen: set[str] = set()
     for runs in used:
         own = {result.hash for cell in runs.found for result in runs.of(cell)}
         repeats = runs.missing and own <= seen and runs.experiment.show == ["table"]
-        (begun if repeats else shown).append(runs)
+        (begun if repeats or not own else shown).append(runs)
         seen |= own
     return shown, begun
 
@@ -116,6 +116,11 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
     yield Paragraph([comparison.rule()])
 
 
+def _named_experiment(runs: Runs) -> str:
+    """With its place in the paper."""
+    return runs.experiment.title + (f" (the paper's {runs.experiment.paper})" if runs.experiment.paper else "")
+
+
 def _section(runs: Runs, paper: Paper) -> Iterator[Block]:
     """One experiment: all that it shows, and what is missing."""
     experiment = runs.experiment
@@ -132,6 +137,11 @@ def _section(runs: Runs, paper: Paper) -> Iterator[Block]:
 def _table(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield tables.accuracy_table(runs, paper)
     yield from _scale_note(runs, paper)
+    if runs.experiment.baseline and _seeds_differ(runs):
+        yield Paragraph([
+            "Not all rows have the same seeds, which alone makes them differ: the differences below are taken seed by "
+            "seed.",
+        ])  # fmt: skip
     if runs.experiment.baseline:
         yield from tables.gain_blocks(f"{_differences(runs)}, last round", runs, *_accuracy_gains(runs, paper))
     yield tables.knn_table(runs)
@@ -161,7 +171,15 @@ def _curves(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield Paragraph([
         text, "more than one; a dotted line is a single seed. Dashed: the untrained network, mean over the runs of the "
         "panel.",
+        " Not all lines of a panel are of the same seeds, which alone makes them differ: compare by the table of "
+        "differences." if _seeds_differ(runs) else "",
     ])  # fmt: skip
+
+
+def _seeds_differ(runs: Runs) -> bool:
+    """Whether rows that are compared with each other are of different seeds."""
+    groups = [[set(runs.found[cell]) for cell in runs.found if cell[:-1] == group] for group in runs.groups]
+    return any(seeds != group[0] for group in groups for seeds in group)
 
 
 def _errors(runs: Runs, paper: Paper) -> Iterator[Block]:

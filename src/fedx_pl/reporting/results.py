@@ -108,6 +108,9 @@ def _read(path: Path) -> Result:
         rounds=[dict(row) for row in content["rounds"]],
         evaluations={name: dict(found) for name, found in (content.get("evaluations") or {}).items()},
     )
+    for key in ("data.name", "method.name", "fedx.enabled"):
+        if key not in result.config:
+            raise KeyError(f"config.{key}")
     rounds = result.config["federation.rounds"]
     if not result.rows or result.rows[-1]["round"] != rounds:
         raise ValueError(f"its rounds end before the last, {rounds}")

@@ -260,7 +260,10 @@ def _count(rows: Sequence[Gain], runs: Runs) -> Paragraph:
     text = (
         f" against {runs.experiment.baseline}: the mean difference is positive in {more} of {len(rows)} rows; {parts}."
     )
-    return Paragraph([Strong(rows[0].label), text])
+    usual = Counter(row.differences.n for row in rows if row.differences.n > 1).most_common(1)
+    more_seeds = [row for row in rows if usual and row.differences.n > usual[0][0]]
+    names = ", ".join(f"{' / '.join(row.group)} ({row.differences.n} instead of {usual[0][0]})" for row in more_seeds)
+    return Paragraph([Strong(rows[0].label), text, f" Of more seeds than the rest: {names}." if names else ""])
 
 
 def _grid(runs: Runs, heads: Sequence[str], fields: Callable[[Labels], list[str]], fold: str = "") -> Table:
