@@ -3,19 +3,21 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedx_pl import revisit
 from fedx_pl.config import compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.linear import PRESETS
-from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer, RoundContext
 from fedx_pl.federation.orchestrator import Orchestrator, Silent
-from fedx_pl.federation.plan import prepare
+from fedx_pl.federation.plan import Plan, prepare
 from fedx_pl.revisit import evaluate_run
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
@@ -151,6 +153,28 @@ def test_overrides_count_and_a_preset_gives_way_to_keys_of_one_s_own(run: Path) 
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def aligned(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with FedCA and its base."""
+    words = [*thin(tiny_root, tmp_path_factory.mktemp("runs")), "federation.rounds=1"]
+    base = train(*words, "federation.clients=1")
+    return train(*words, "fedca=true", f"fedca.base={base}"), base
+
+
+def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
+    aligned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, base = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in aligned)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(str(aligned[1]), "runs/moved"))
+    last = json.loads((run / "metrics.json").read_text())["rounds"][-1]
+    assert evaluate_run(run, ["knn"], report=silent)["knn"]["knn_top1"] == last["knn_top1"]
+    with pytest.raises(UserError, match=r"fedca\.base=runs/moved is not .*; type fedca\.base=FOLDER"):
+        evaluate_run(run, ["geometry"], report=silent)
+    found = evaluate_run(run, ["geometry"], [f"fedca.base={base}"], report=silent)
+    assert found == evaluate_run(aligned[0], ["geometry"], report=silent)
+
+
 @pytest.mark.parametrize(
     ("kinds", "overrides", "message"),
     [
@@ -185,17 +209,22 @@ def test_other_images_are_refused(run: Path) -> None:
         evaluate_run(run, ["knn"], report=silent)
 
 
-def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
+def train_unlabelled(folder: Path) -> Path:
+    """On 24 images of noise; by their names, the second half are the brighter ones."""
     from PIL import Image
 
-    images = tmp_path / "images"
+    images = folder / "images"
     images.mkdir()
     for i in range(24):
-        pixels = np.random.default_rng(i).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(images / f"{i}.png")
-    overrides = [o for o in thin(images, tmp_path / "runs") if not o.startswith("data.verify")]
-    overrides += ["data=folder", f"data.cache={tmp_path / 'cache'}", "data.image_size=32"]
-    folder = train(*overrides, "partition.kind=iid", "federation.clients=2", "federation.rounds=1")
+        pixels = np.random.default_rng(i).integers(0, 55, (32, 32, 3), dtype=np.uint8) + np.uint8(200 * (i >= 12))
+        Image.fromarray(pixels).save(images / f"{i:02d}.png")
+    overrides = [o for o in thin(images, folder / "runs") if not o.startswith("data.verify")]
+    overrides += ["data=folder", f"data.cache={folder / 'cache'}", "data.image_size=32"]
+    return train(*overrides, "partition.kind=iid", "federation.clients=2", "federation.rounds=1")
+
+
+def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
+    folder = train_unlabelled(tmp_path)
     with pytest.raises(UserError, match=r"no labels to measure semi with; type fedx-pl evaluate .* geometry"):
         evaluate_run(folder, ["geometry", "semi"], report=silent)
     found = evaluate_run(folder, ["geometry"], report=silent)["geometry"]
@@ -203,6 +232,47 @@ def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
     assert found["local_global_mean"] > 0
     assert {"alignment", "uniformity", "rankme"} <= found.keys()
     assert not {"local_global", "interclass", "interclass_mean"} & found.keys()
+
+
+def test_some_of_the_images_are_not_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 of 24 for the angles and 8 of these for the alignment: dark and bright ones in both."""
+    folder, seen = train_unlabelled(tmp_path), []
+    embed = revisit._embed
+
+    def watched(plan: Plan, images: np.ndarray, *prepare: Any) -> torch.Tensor:
+        seen.append((len(images), {bool(image.mean() > 100) for image in images}))
+        return embed(plan, images, *prepare)
+
+    monkeypatch.setattr(revisit, "_embed", watched)
+    monkeypatch.setattr(revisit, "_UNLABELLED", 12)
+    monkeypatch.setattr(revisit, "_VIEWED", 8)
+    found = evaluate_run(folder, ["geometry"], report=silent)
+    assert [count for count, _ in seen] == [12, 8, 8, 12, 12]
+    assert all(kinds == {True, False} for _, kinds in seen)
+    assert evaluate_run(folder, ["geometry"], report=silent) == found
+
+
+def test_the_geometry_of_a_round_whose_clients_are_gone_names_other_rounds(run: Path) -> None:
+    for file in (run / "clients").glob("*_round_00001.safetensors"):
+        file.unlink()
+    with pytest.raises(
+        UserError, match=r"own state of round 1 is not there .*type --round with one of 2, or leave it out"
+    ):
+        evaluate_run(run, ["geometry"], report=silent, round=1)
+    assert evaluate_run(run, ["knn"], report=silent, round=1)
+    for file in (run / "clients").iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match=r"own state of round 2 is not there .*type --round with one of 1$"):
+        evaluate_run(run, ["geometry"], report=silent)
+
+
+def test_the_best_round_has_a_geometry_long_after_it(
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunState, "best", 1)
+    folder = train(*thin(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1")
+    assert Checkpoints(folder).rounds() == [1, 3]
+    assert evaluate_run(folder, ["geometry"], report=silent, round=1)["geometry"]["clients"] == 3
 
 
 def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:

@@ -179,7 +179,9 @@ def _evaluate_parser(commands: Any) -> argparse.ArgumentParser:
     )
     evaluate.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     _add_overrides(evaluate, "what to measure (linear if not said) and evaluation.* keys")
-    evaluate.add_argument("--round", type=int, metavar="N", help="of an older checkpoint that was kept (run.keep)")
+    evaluate.add_argument(
+        "--round", type=int, metavar="N", help="of one of the last rounds kept (run.keep), or of the best"
+    )
     evaluate.set_defaults(command="evaluate")
     return evaluate
 

@@ -27,14 +27,14 @@ from fedx_pl.evaluation import finetune, geometry
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext
 from fedx_pl.federation.plan import Plan, prepare
 from fedx_pl.files import write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
 
 KINDS = ("linear", "knn", "semi", "geometry")
-CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download")
+CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")
 _UNLABELLED = 10_000  # Without test images, the angles are measured on so many training images.
 _VIEWED = 2_000  # images that alignment looks at in two views
 
@@ -83,7 +83,8 @@ def evaluate_run(
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no evaluation {kind!r}; type one of {', '.join(KINDS)}")
-    run = _open(folder, _changed(_read(folder, allow_code), overrides), report, round)
+    config = _changed(_read(folder, allow_code), overrides)
+    run = _open(folder, config, report, round, train="geometry" in kinds)
     suffix = "" if round is None else f"_round_{round:05d}"
     if not run.plan.evaluator.possible and (labelled := [kind for kind in kinds if kind != "geometry"]):
         raise UserError(
@@ -169,13 +170,15 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
     return replace(options, **{first: _replaced(getattr(options, first), rest, value) if rest else value})
 
 
-def _open(folder: Path, config: Config, report: Report, round: int | None) -> _Run:
+def _open(folder: Path, config: Config, report: Report, round: int | None, *, train: bool) -> _Run:
+    """The run as a round left it; without ``train`` it is only looked at, and its loss is not needed."""
     checkpoints = Checkpoints(folder)
     found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
     if found is None:
         raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
     state, global_state = found
-    plan = prepare(config, report)
+    # FedCA's base is not in the run folder, and has no part in the weights.
+    plan = prepare(config if train else _replaced(config, "fedca.enabled", False), report)
     try:
         clients = partition.load(
             folder / "split.json", fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images)
@@ -226,7 +229,7 @@ def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:
 def _geometry(run: _Run, report: Report, tick: Tick | None) -> dict[str, Any]:
     """The paper's embedding analysis: some clients train one more round, each from the global model F to an f."""
     plan, test = run.plan, run.plan.data.test
-    images = test.images if test is not None else plan.data.train.images[:_UNLABELLED]
+    images = test.images if test is not None else _some(plan, plan.data.train.images, _UNLABELLED)
     z = _embed(plan, images)
     found: dict[str, Any] = {"images": len(images), "alignment": _alignment(plan, images), **geometry.health(z)}
     angles = _local_angles(run, images, z, report, tick)
@@ -255,7 +258,7 @@ def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick
     )
     found = []
     for client in clients:
-        memory = run.checkpoints.load_client(client, run.state.clients.get(client))
+        memory = _memory(run, client)
         trainer.run(context, client, plan.client_data(client, round), memory)
         angles = geometry.angles(_embed(plan, images), z)
         if torch.isfinite(angles).all():
@@ -263,6 +266,21 @@ def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick
         else:
             report(f"left client {client} out: its embeddings hold NaN or infinity")
     return torch.stack(found) if found else z.new_empty(0, len(images))
+
+
+def _memory(run: _Run, client: int) -> ClientMemory | None:
+    """What a client had after the round that is measured; None if it had not trained yet."""
+    try:
+        return run.checkpoints.load_client(client, run.state.clients.get(client))
+    except UserError as error:  # It speaks of going on, which nobody wants to here.
+        kept = run.checkpoints.rounds()
+        others = ", ".join(str(number) for number in kept if number != run.state.round)
+        instead = f"type --round with one of {others}" if others else "no other round was kept"
+        instead += ", or leave it out" if run.state.round < max(kept, default=0) else ""
+        raise UserError(
+            f"the clients' own state of round {run.state.round} is not there (that of client {client} is missing or "
+            f"damaged), and geometry needs it; {instead}"
+        ) from error
 
 
 def _embed(plan: Plan, images: np.ndarray, prepare: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -273,8 +291,15 @@ def _embed(plan: Plan, images: np.ndarray, prepare: Callable[[Tensor], Tensor] |
 
 def _alignment(plan: Plan, images: np.ndarray) -> float:
     generator = torch.Generator(plan.device).manual_seed(derive(plan.config.seed, "views"))
-    first, second = (_embed(plan, images[:_VIEWED], lambda batch: plan.augment(batch, generator)) for _ in range(2))
+    some = _some(plan, images, _VIEWED)
+    first, second = (_embed(plan, some, lambda batch: plan.augment(batch, generator)) for _ in range(2))
     return geometry.alignment(first, second)
+
+
+def _some(plan: Plan, images: np.ndarray, most: int) -> np.ndarray:
+    """Drawn by the run's seed, since the first images of a sorted folder may be all of one kind."""
+    draw = np.random.default_rng(derive(plan.config.seed, "geometry images"))
+    return images[draw.permutation(len(images))[:most]]
 
 
 def _counter(tick: Tick | None, total: int) -> Callable[[], None]:

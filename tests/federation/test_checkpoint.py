@@ -1,6 +1,7 @@
 """What is on disk after a round, and what is read back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,49 @@ def test_only_the_newest_rounds_and_their_client_files_stay(tmp_path: Path) -> N
         save_round(checkpoints, number)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round_00004", "round_00005"]
     assert len(list((tmp_path / "clients").iterdir())) == 2
+
+
+def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState:
+    """One client, rounds 1, 2, ... with these accuracies; its queue holds the number of the round."""
+    state, rows = RunState(), []
+    for number, accuracy in enumerate(accuracies, start=1):
+        memory = ClientMemory({"queue": torch.full((2,), float(number))}, last_round=number)
+        rows.append({"round": number, "linear_top1": accuracy})
+        state = RunState(number, list(rows), clients={0: checkpoints.save_client(update(memory))})
+        checkpoints.commit(state, STATE)
+    return state
+
+
+def test_what_the_clients_had_after_the_best_round_stays_with_it(tmp_path: Path) -> None:
+    """Round 2 is the best of five; of the rounds kept, only the fifth and the best have files."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save_measured(checkpoints, [10.0, 50.0, 20.0, 30.0, 40.0])
+    names = sorted(file.name for file in (tmp_path / "clients").iterdir())
+    assert names == ["00000_round_00002.safetensors", "00000_round_00005.safetensors"]
+    best, _ = checkpoints.read(2)
+    assert checkpoints.load_client(0, best.clients[0]).private["queue"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("damaged", "files"), [(True, 2), (False, 1)])
+def test_without_a_best_round_nothing_is_kept_for_it_and_of_a_damaged_one_all(
+    tmp_path: Path, damaged: bool, files: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save_measured(checkpoints, [50.0, 20.0])
+    best = tmp_path / "checkpoints" / "best"
+    if damaged:
+        (best / "state.json").write_text("{")
+    else:
+        shutil.rmtree(best)
+    checkpoints.clear()
+    assert len(list((tmp_path / "clients").iterdir())) == files
+
+
+def test_an_unknown_round_is_answered_with_all_that_can_be_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save_measured(checkpoints, [10.0, 50.0, 20.0, 30.0])
+    with pytest.raises(UserError, match=r"no checkpoint of round 1 .*there are: 2, 3, 4\. .*and the best"):
+        checkpoints.read(1)
 
 
 def test_the_private_state_of_an_absent_client_stays(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_memory_of_a_round_does_not_hold_every_client_s_weights(
     assert most <= 1
 
 
-def test_unlabelled_images_train_without_accuracies(tmp_path: Path, tiny: list[str]) -> None:
+def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(tmp_path: Path, tiny: list[str]) -> None:
     from PIL import Image
 
     images = tmp_path / "images"
@@ -268,10 +268,12 @@ def test_unlabelled_images_train_without_accuracies(tmp_path: Path, tiny: list[s
     overrides = [o for o in tiny if not o.startswith(("data.", "federation.clients"))]
     overrides += ["data=folder", f"data.root={images}", f"data.cache={tmp_path / 'cache'}", "data.image_size=32"]
     overrides += ["partition.kind=folders", "federation.clients=2", "method=byol", "fedx=true"]
-    result = run(compose(overrides))
+    result = run(compose([*overrides, "health.min_rankme=1000"]))
     assert "knn_top1" not in result.rows[-1]
     assert result.rows[-1]["loss"] > 0
-    assert result.untrained == {}
+    assert result.untrained.keys() == {"rankme", "uniformity", "feature_std"} <= result.rows[-1].keys()
+    assert any(alarm.startswith("round 1: the encoder has collapsed: rankme is") for alarm in result.alarms)
+    assert not (result.folder / "accuracy.png").exists()
 
 
 def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:

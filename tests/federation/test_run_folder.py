@@ -114,5 +114,7 @@ def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
     monkeypatch.undo()
     run(config)
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00002"]
-    assert len(list((tmp_path / "run" / "clients").iterdir())) == 3
+    best = Checkpoints(tmp_path / "run").latest()[0].best
+    files = {file.name for file in (tmp_path / "run" / "clients").iterdir()}
+    assert files == {f"{client:05d}_round_{n:05d}.safetensors" for client in range(3) for n in {best, 2}}
     assert not (tmp_path / "run" / "pending").exists()

@@ -4,7 +4,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from fedx_pl.evaluation.knn import knn_accuracy
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
+
+_UNLABELLED = 10_000  # Without labels, the health is that of so many training images.
+_ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that would be a false alarm.
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,12 @@ class EvaluationOptions:
 
 
 class Evaluator:
-    """Knows what to measure when; without labels it measures nothing."""
+    """Knows what to measure when; without labels only the `health`, which warns of a collapse."""
 
     def __init__(
         self, options: EvaluationOptions, data: ImageData, prepare: Callable[[Tensor], Tensor], seed: int
     ) -> None:
-        """Keeps the labelled images at hand.
+        """Keeps the images at hand.
 
         Args:
             options: how often, and the probe's settings.
@@ -74,14 +79,23 @@ class Evaluator:
     def look(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
         """Accuracies in percent, and beside kNN the `health` of the test features, which warns of a collapse.
 
+        Without labels there is only the health, of some training images, always the same ones.
+
         Args:
             model: whose backbone is measured.
             device: where.
             knn: ``knn_top1``, ``rankme``, ``uniformity`` and ``feature_std`` are wanted.
             linear: ``linear_top1`` and ``linear_top5`` are wanted.
         """
-        if not self.possible or not (knn or linear):
-            return {}
+        found = {}
+        if self.possible and (knn or linear):
+            found = self._accuracies(model, device, knn=knn, linear=linear)
+        elif knn and len(self._sample) >= _ENOUGH:
+            found = health(self._sampled(model, device))
+        # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
+        return {name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)}
+
+    def _accuracies(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
         assert self.data.test is not None
         train_x, train_y = self._features(model, device, self.data.train)
         test_x, test_y = self._features(model, device, self.data.test)
@@ -93,31 +107,45 @@ class Evaluator:
         if linear:
             probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
             found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
-        # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
-        return {name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)}
+        return found
 
     def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
         assert split.labels is not None
         features = extract(model.backbone.to(device), split.images, self.prepare)
         return features, torch.from_numpy(split.labels).to(device)
 
+    @cached_property
+    def _sample(self) -> np.ndarray:
+        """Rows of training images; drawn, since the first ones of a sorted folder may be all of one kind."""
+        draw = np.random.default_rng(derive(self.seed, "health"))
+        return draw.permutation(len(self.data.train.images))[:_UNLABELLED]
+
+    def _sampled(self, model: SSLMethod, device: torch.device) -> Tensor:
+        network, images = model.backbone.to(device), self.data.train.images
+        # A part at a time: so many large images may be more than memory holds.
+        parts = (self._sample[start : start + 500] for start in range(0, len(self._sample), 500))
+        return torch.cat([extract(network, images[rows], self.prepare) for rows in parts])
+
     def estimate_seconds(self, model: SSLMethod, device: torch.device, first_round: int, rounds: int) -> float:
-        """Expected time of all evaluations, from one batch of features and one epoch of the probe."""
-        if not self.possible:
+        """Expected time of all evaluations, from one batch of features and, with labels, one epoch of the probe."""
+        left = rounds - first_round + 1
+        looks = 2 + left // self.options.knn_every  # The untrained network and the last round have one anyway.
+        sample = (self.data.test or self.data.train).images[:500]
+        if not len(sample):
             return 0.0
-        assert self.data.test is not None
-        sample = self.data.test.images[:500]
         started = time.perf_counter()
         features = extract(model.backbone.to(device), sample, self.prepare)
         per_image = (time.perf_counter() - started) / len(sample)
+        if not self.possible:
+            return looks * len(self._sample) * per_image
+        assert self.data.test is not None
         labels = torch.zeros(len(features), dtype=torch.long, device=features.device)
         options = replace(self.options.linear, epochs=5)
         started = time.perf_counter()
         linear_probe(features, labels, features, labels, classes=len(self.data.classes), options=options, seed=0)
         per_row = (time.perf_counter() - started) / (5 * len(features))
-        left = rounds - first_round + 1
-        probes = 2 + left // self.options.linear_every  # The untrained network and the last round have one anyway.
-        passes = max(probes, 2 + left // self.options.knn_every)
+        probes = 2 + left // self.options.linear_every
+        passes = max(probes, looks)
         images = len(self.data.train.images) + len(self.data.test.images)
         rows = len(self.data.train.images) * self.options.linear.epochs
         return passes * images * per_image + probes * rows * per_row

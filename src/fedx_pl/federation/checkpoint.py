@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,14 @@ class Checkpoints:
         self.clear()
 
     def clear(self) -> None:
-        """Removes rounds beyond `keep` and client files that no remaining round refers to; not within a round."""
+        """Removes rounds beyond `keep` and client files that neither a remaining round nor the best refers to.
+
+        Not within a round.
+        """
         for folder in self._committed()[: -self._keep]:
             shutil.rmtree(folder)
         needed = set()
-        for folder in self._committed():
+        for folder in self._kept():
             try:
                 records = json.loads((folder / "state.json").read_text())["clients"]
                 needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
@@ -180,11 +184,18 @@ class Checkpoints:
                 return found
             return self._read(folder)
         except DAMAGED as error:
-            kept = ", ".join(str(int(folder.name.removeprefix("round_"))) for folder in self._committed())
+            kept = ", ".join(map(str, self.rounds()))
             raise UserError(
                 f"there is no checkpoint of round {round} ({error}); there are: {kept or 'none'}. "
-                f"run.keep=N keeps the last N"
+                f"run.keep=N keeps the last N, and the best"
             ) from error
+
+    def rounds(self) -> list[int]:
+        """The numbers that `read` knows, the best's among them."""
+        found = {int(folder.name.removeprefix("round_")) for folder in self._committed()}
+        with suppress(*DAMAGED):  # None was measured yet, or it cannot be read.
+            found.add(int(json.loads((self._rounds / "best" / "state.json").read_bytes())["round"]))
+        return sorted(found)
 
     def _read(self, folder: Path) -> tuple[RunState, State]:
         files = {name: (folder / name).read_bytes() for name in ("global.safetensors", "state.json")}
@@ -227,6 +238,10 @@ class Checkpoints:
 
     def _committed(self) -> list[Path]:
         return sorted(self._rounds.glob("round_*")) if self._rounds.is_dir() else []
+
+    def _kept(self) -> list[Path]:
+        best = self._rounds / "best"
+        return [*self._committed(), *([best] if best.is_dir() else [])]
 
     def _client_file(self, client: int, round: int) -> Path:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"

@@ -93,7 +93,8 @@ class Scaffold(Regularizer):
     y returned (the second option of its Algorithm 1). The correction is added after the optimiser's step, outside its
     momentum: then c_i is exactly the mean of the optimiser's own steps, with momentum as without it. Inside, momentum
     0.9 would make it ten times too large. c is the mean of the c_i weighted by images, as the weights themselves are.
-    Only parameters have control variates, BatchNorm's statistics have none.
+    Only parameters have control variates, BatchNorm's statistics have none. With 16-mixed, a step that the loss scaler
+    skips is still corrected and counted.
     """
 
     def __init__(self) -> None:

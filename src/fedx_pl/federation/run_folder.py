@@ -93,9 +93,9 @@ def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State
 def _require_space(plan: Plan, folder: Path) -> None:
     """Better no run than one that ends in its last hour."""
     weights, private = size_of(plan.first_state()), size_of(plan.model.kept_tensors())
-    # Kept rounds, the best and the one being written; pending updates; two private states of each client; the rest.
+    # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
     pending = plan.clients_per_round if plan.clients else plan.config.federation.clients
-    needed = weights * (plan.config.run.keep + 2 + pending) + 2 * private * len(plan.clients) + 50e6
+    needed = weights * (plan.config.run.keep + 2 + pending) + 3 * private * len(plan.clients) + 50e6
     needed -= sum(file.stat().st_size for file in folder.rglob("*.safetensors"))  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(

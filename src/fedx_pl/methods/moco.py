@@ -105,7 +105,11 @@ class MoCo(SSLMethod):
             copy_state(target.state_dict(), online.state_dict())
 
     def on_round_start(self) -> None:
-        """Shrinks the queue for small clients: a queue longer than the data is full of the positives themselves."""
+        """Shrinks the queue for small clients: one longer than the data would hold each query's own older key.
+
+        Fewer, not none: each epoch is shuffled anew, so about half of the queries still find theirs among the
+        ``n - batch`` latest keys.
+        """
         super().on_round_start()
         n, batch = self.local.data.num_images, self.local.data.batch_size
         self.capacity = min(len(self.queue), max(n - batch, n // 2, 1))

@@ -81,4 +81,6 @@ def _base_state(base: str) -> State:
             raise FileNotFoundError("encoder.safetensors")
         return load_file(files[-1])
     except (IndexError, OSError, SafetensorError) as error:
-        raise UserError(f"fedca.base={base} is not the folder of a finished run") from error
+        raise UserError(
+            f"fedca.base={base} is not the folder of a finished run; type fedca.base=FOLDER, where it is"
+        ) from error

@@ -1,0 +1,65 @@
+"""What is measured when, with labels and without."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_model
+from torch import Tensor
+
+from fedx_pl.data.sources import ImageData, Split
+from fedx_pl.evaluation import evaluate
+from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
+from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.geometry import health
+from fedx_pl.methods import SimCLR
+
+CPU = torch.device("cpu")
+
+
+def prepare(images: Tensor) -> Tensor:
+    return images.permute(0, 3, 1, 2).float().div(255)
+
+
+def unlabelled(count: int, **options: Any) -> Evaluator:
+    """Images whose first half is dark, as a folder that is sorted by path may be."""
+    images = np.random.default_rng(0).integers(0, 100, (count, 16, 16, 3), dtype=np.uint8)
+    images[count // 2 :] += 150
+    data = ImageData("folder", Split(images, None), None, (), (), "", "")
+    return Evaluator(EvaluationOptions(**options), data, prepare, seed=0)
+
+
+def test_without_labels_the_health_of_the_training_images_is_measured_when_knn_is_due() -> None:
+    evaluator, model = unlabelled(40, knn_every=2, linear_every=3), make_model(SimCLR)
+    expected = health(extract(model.backbone, evaluator.data.train.images, prepare))
+    found = [evaluator.measure(model, CPU, round, rounds=5) for round in range(6)]
+    assert [set(row) for row in found] == [set(expected) if round in (0, 2, 4, 5) else set() for round in range(6)]
+    assert found[2] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+    assert evaluator.estimate_seconds(model, CPU, first_round=1, rounds=5) > 0
+
+
+def test_of_many_unlabelled_images_some_are_drawn_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_UNLABELLED", 600)
+    seen: list[np.ndarray] = []
+
+    def watched(network: torch.nn.Module, images: np.ndarray, *rest: Any) -> Tensor:
+        seen.append(images)
+        return extract(network, images, *rest)
+
+    monkeypatch.setattr(evaluate, "extract", watched)
+    model = make_model(SimCLR)
+    looks = [unlabelled(1500).look(model, CPU, knn=True, linear=True) for _ in range(2)]
+    assert looks[0] == looks[1] != {}
+    first, second = (np.concatenate(seen[i : i + 2]) for i in (0, 2))
+    assert len(first) == 600
+    assert np.array_equal(first, second)
+    assert 200 < (first.mean(axis=(1, 2, 3)) > 100).sum() < 400
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_where_there_are_no_images_nothing_is_measured(count: int) -> None:
+    """A coordinator of real sites has none; of one image there is no spread to measure."""
+    evaluator, model = unlabelled(count), make_model(SimCLR)
+    assert evaluator.look(model, CPU, knn=True, linear=True) == {}
+    assert unlabelled(0).estimate_seconds(model, CPU, first_round=1, rounds=5) == 0
