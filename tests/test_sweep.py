@@ -20,8 +20,8 @@ from fedx_pl.cli import main
 from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
 from fedx_pl.files import lock
-from fedx_pl.runner import Job, Sweep, parse_only, places, plan_jobs, read_result
-from fedx_pl.sweep import load_experiment, load_experiments
+from fedx_pl.runner import Job, Sweep, places, plan_jobs, read_result
+from fedx_pl.sweep import load_experiment, load_experiments, parse_only
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 

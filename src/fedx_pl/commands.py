@@ -76,7 +76,7 @@ def evaluate(options: argparse.Namespace) -> None:
 def sweep(options: argparse.Namespace) -> int:
     """Runs what is left of some experiments."""
     from fedx_pl import runner
-    from fedx_pl.sweep import load_experiment
+    from fedx_pl.sweep import load_experiment, parse_only, parse_seeds
 
     definitions = definitions_folder(options.definitions)
     names = [word for word in options.overrides if "=" not in word]
@@ -90,12 +90,11 @@ def sweep(options: argparse.Namespace) -> int:
     experiments = [
         load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml") for name in names
     ]
-    seeds = runner.parse_seeds(options.seeds)
-    jobs = runner.plan_jobs(experiments, profile, seeds, more, runner.parse_only(options.only, experiments))
+    seeds = parse_seeds(options.seeds)
+    jobs = runner.plan_jobs(experiments, profile, seeds, more, parse_only(options.only, experiments))
     if not jobs:
-        raise UserError(
-            f"profile {profile} has no such run; see profiles: in {', '.join(names)}.yaml, or type another --only"
-        )
+        files = ", ".join(f"{one.name}.yaml" for one in experiments)
+        raise UserError(f"profile {profile} has no such run; see profiles: in {files}, or type another --only")
     results = options.results or _results_folder(definitions, profile)
     console = terminal.make_console()
     sweep = runner.Sweep(jobs, results, options.jobs, console)

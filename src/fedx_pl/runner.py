@@ -368,36 +368,6 @@ def places(words: Sequence[str], workers: int) -> list[str]:
     return [*shared, *words]
 
 
-def parse_seeds(text: str) -> list[int]:
-    """``"0,1,2"`` -> [0, 1, 2]."""
-    try:
-        seeds = [int(word) for word in text.split(",")]
-    except ValueError:
-        seeds = [-1]
-    if min(seeds) < 0:
-        raise UserError(f"--seeds {text} are not whole numbers from 0 on; type --seeds 0,1,2")
-    return seeds
-
-
-def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[str, list[str]]:
-    """``["method=FedSimCLR,FedBYOL"]`` -> the labels to run, by axis."""
-    known: dict[str, list[str]] = {}
-    for experiment in experiments:
-        for axis, labels in experiment.axes.items():
-            known.setdefault(axis, []).extend(labels)
-    found: dict[str, list[str]] = {}
-    for word in words:
-        axis, _, listed = word.partition("=")
-        found[axis] = [*found.get(axis, []), *(label.strip() for label in listed.split(","))]
-        if axis not in known:
-            raise UserError(f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}")
-        if unknown := [label for label in found[axis] if label not in known[axis]]:
-            raise UserError(
-                f"--only {word}: {axis} has no {unknown[0]!r}; it has {', '.join(dict.fromkeys(known[axis]))}"
-            )
-    return found
-
-
 def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
