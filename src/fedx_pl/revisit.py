@@ -24,7 +24,7 @@ from fedx_pl.config import Config, compose, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import finetune, geometry
-from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext
@@ -297,9 +297,7 @@ def _alignment(plan: Plan, images: np.ndarray) -> float:
 
 
 def _some(plan: Plan, images: np.ndarray, most: int) -> np.ndarray:
-    """Drawn by the run's seed, since the first images of a sorted folder may be all of one kind."""
-    draw = np.random.default_rng(derive(plan.config.seed, "geometry images"))
-    return images[draw.permutation(len(images))[:most]]
+    return images[drawn_rows(len(images), most, derive(plan.config.seed, "geometry images"))]
 
 
 def _counter(tick: Tick | None, total: int) -> Callable[[], None]:

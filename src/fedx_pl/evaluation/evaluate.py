@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import require
-from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.finetune import SemiOptions
 from fedx_pl.evaluation.geometry import health
 from fedx_pl.evaluation.knn import knn_accuracy
@@ -116,9 +116,8 @@ class Evaluator:
 
     @cached_property
     def _sample(self) -> np.ndarray:
-        """Rows of training images; drawn, since the first ones of a sorted folder may be all of one kind."""
-        draw = np.random.default_rng(derive(self.seed, "health"))
-        return draw.permutation(len(self.data.train.images))[:_UNLABELLED]
+        """Rows of training images."""
+        return drawn_rows(len(self.data.train.images), _UNLABELLED, derive(self.seed, "health"))
 
     def _sampled(self, model: SSLMethod, device: torch.device) -> Tensor:
         network, images = model.backbone.to(device), self.data.train.images

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from fedx_pl.backbones import eager
 
 
+def drawn_rows(images: int, most: int, seed: int) -> np.ndarray:
+    """Which of so many images to look at; drawn, since the first ones of a sorted folder may be all of one kind."""
+    return np.random.default_rng(seed).permutation(images)[:most]
+
+
 def extract(
     backbone: nn.Module,
     images: Tensor | np.ndarray,
