@@ -313,12 +313,14 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
     job = finished(job_in(tmp_path))
     held = lock(job.folder)
     output = io.StringIO()
-    runner = Sweep([job], tmp_path / "results", 1, Console(file=output, width=500))
+    runner = Sweep([job], tmp_path / "results", 1, Console(file=output, width=80, force_terminal=True))
     threading.Timer(1.5, held.close).start()
     started = time.monotonic()
     assert runner.run() == []
     assert time.monotonic() - started > 1.4
     assert runner.done == [job]
+    for part in ("%", "ETA unknown: waiting for the", "already"):  # All of it, on 80 columns.
+        assert part in output.getvalue()
 
 
 def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Path) -> None:

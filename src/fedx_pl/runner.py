@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
@@ -188,25 +189,25 @@ class Sweep:
     def run(self) -> list[Job]:
         """Runs all that is left; returns the runs that failed."""
         live = is_live(self.console)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
+        columns = (  # On a narrow terminal the text goes on in a second line, and the rest stays.
+            BarColumn(10, table_column=Column(min_width=10)),
+            TextColumn("{task.percentage:>3.0f}%", table_column=Column(min_width=4)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
+            TextColumn("{task.description}", table_column=Column()),
         )
         before, started, said = self._rounds(), time.monotonic(), time.monotonic()
         # As Ctrl-C: the runs must not outlive the sweep.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
-                task = bar.add_task("starting", total=max(1, self._units()))
+                task = bar.add_task("starting")
                 while self.waiting or self.running:
                     self._start()
                     time.sleep(0.5)
                     self._look_after()
-                    done, units = self._rounds(), self._units()
-                    line = self._line(done - before, units - done, time.monotonic() - started)
-                    bar.update(task, completed=done, total=max(1, units), description=line)
+                    done, left = self._rounds(), self.rounds_left()
+                    line = self._line(done - before, left, time.monotonic() - started)
+                    bar.update(task, completed=done, total=max(1, done + left), description=line)
                     if not live and time.monotonic() - said > QUIET_SECONDS:
                         self.console.print(f"  {line}", soft_wrap=True)
                         said = time.monotonic()
@@ -216,8 +217,8 @@ class Sweep:
         return self.failed
 
     def rounds_left(self) -> int:
-        """Of all runs; what an interrupted run has done is done."""
-        return self._units() - self._rounds()
+        """Of all runs that did not fail; what an interrupted run has done is done."""
+        return sum(job.config.federation.rounds - job.rounds_done() for job in [*self.waiting, *self.running])
 
     def expected_seconds(self) -> float | None:
         """By the median round of the results that a machine like this one has left here; None if there are none."""
@@ -243,10 +244,6 @@ class Sweep:
         """Rounds of all runs that were waiting at the start; a finished run counts in full."""
         open_jobs = {id(job) for job in [*self.waiting, *self.running, *self.failed]}
         return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
-
-    def _units(self) -> int:
-        """All rounds that will be done in the end: of a failed run, those that it has done."""
-        return sum(j.rounds_done() if j in self.failed else j.config.federation.rounds for j in self._todo)
 
     def _is_done(self, job: Job) -> bool:
         result = read_result(self.results / f"{job.name}.json", job.config)

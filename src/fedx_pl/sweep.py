@@ -126,13 +126,10 @@ def load_experiments(folder: Path) -> list[Experiment]:
 
 def parse_seeds(text: str) -> list[int]:
     """``"0,1,2"`` -> [0, 1, 2]."""
-    try:
-        seeds = [int(word) for word in text.split(",")]
-    except ValueError:
-        seeds = [-1]
-    if min(seeds) < 0:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
         raise UserError(f"--seeds {text} are not whole numbers from 0 on; type --seeds 0,1,2")
-    return seeds
+    return [int(word) for word in words]
 
 
 def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[str, list[str]]:
