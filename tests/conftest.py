@@ -16,6 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
 torch.set_num_threads(1)
+# Whoever runs the tests, on whatever terminal, what they look at is drawn alike.
+os.environ["TERM"] = "xterm"
+for key in ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(key, None)
 # A job that a shell started in the background ignores Ctrl-C, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,5 +1,6 @@
-"""Small real parts for tests: models, client data and a round to train in."""
+"""Small real parts for tests: models, client data, a round to train in, an experiment."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,15 @@ from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, 
 from fedx_pl.federation.orchestrator import Silent
 from fedx_pl.federation.regularizers import Regularizer, join
 from fedx_pl.methods.base import LocalRound, State
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def definition(folder: Path, text: str) -> Path:
+    """An experiment of one's own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.yaml").write_text(text)
+    return folder / "mine.yaml"
 
 
 class Watching(Silent):

@@ -1,4 +1,4 @@
-"""Experiments are data: every definition composes, and the runner runs what is left."""
+"""The runner of experiments: what is finished is not run again, what was cut off goes on, what fails is named."""
 
 import io
 import json
@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers import EXPERIMENTS, definition
 from rich.console import Console
 
 from fedx_pl import revisit
@@ -20,105 +22,7 @@ from fedx_pl.cli import main
 from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
 from fedx_pl.files import lock
-from fedx_pl.runner import Job, Sweep, places, plan_jobs, read_result
-from fedx_pl.sweep import load_experiment, load_experiments, parse_only
-
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-
-
-@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("profile", ["paper", "mini"])
-def test_every_cell_of_every_experiment_composes_to_a_run_of_its_own(path: Path, profile: str) -> None:
-    experiment = load_experiment(path)
-    hashes = [experiment.config(cell, profile, seed=3).hash for cell in experiment.cells(profile)]
-    assert len(set(hashes)) == len(hashes)
-    assert len(hashes) >= 2 or (profile == "paper" and not experiment.paper)
-
-
-def test_the_main_table_has_all_methods_and_data_sets_of_the_paper() -> None:
-    table = load_experiment(EXPERIMENTS / "table1.yaml")
-    assert len(list(table.cells("paper"))) == 3 * 5 * 3
-    config = table.config(("SVHN", "FedU", "+ FedX"), "paper", seed=2)
-    assert (config.data.name, config.method.name, config.fedx.enabled, config.seed) == ("svhn", "fedu", True, 2)
-    assert (config.federation.rounds, config.optim.batch_size) == (100, 128)
-
-
-@pytest.mark.parametrize(("profile", "epochs"), [("paper", 1000), ("mini", 200)])
-def test_rounds_times_epochs_is_the_same_for_all(profile: str, epochs: int) -> None:
-    experiment = load_experiment(EXPERIMENTS / "rounds.yaml")
-    configs = [experiment.config(cell, profile, seed=0) for cell in experiment.cells(profile)]
-    assert {c.federation.rounds * c.federation.epochs for c in configs} == {epochs}
-
-
-def test_experiments_share_runs() -> None:
-    """The full FedX of the ablation is a run of the main table: nothing is run twice."""
-    experiments = [load_experiment(EXPERIMENTS / f"{name}.yaml") for name in ("table1", "ablation", "curves")]
-    jobs = plan_jobs(experiments, "mini", seeds=[0, 1])
-    assert len(jobs) == 2 * (2 * 5 * 3 + 10 - 1)
-    assert [job.config.seed for job in jobs] == sorted(job.config.seed for job in jobs)
-
-
-def test_a_needed_run_comes_first_and_its_folder_is_filled_in() -> None:
-    experiment = load_experiment(EXPERIMENTS / "rivals.yaml")
-    jobs = plan_jobs([experiment], "mini", [4], only={"variant": ["+ FedCA"]})
-    base, fedca = jobs
-    assert (base.config.federation.clients, base.config.seed) == (1, 1000)
-    assert fedca.config.fedca.base == str(base.config.run_folder)
-    assert fedca.needs == [base.config.hash]
-    elsewhere = plan_jobs([experiment], "mini", [4], ["run.root=elsewhere"], only={"variant": ["+ FedCA"]})[1]
-    assert elsewhere.config.fedca.base != fedca.config.fedca.base
-    assert elsewhere.config.hash == fedca.config.hash  # Where runs lie is not what they are.
-
-
-def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:
-    assert compose(["fedx.tau=0.1"]).hash == compose([]).hash
-    words = [["method=byol"], ["fedx=true"], ["fedx.tau=0.2"], ["seed=1"], ["method.embed_dim=64"], ["moon=true"]]
-    hashes = {compose(word).hash for word in words}
-    assert len(hashes) == len(words)
-    assert compose([]).hash not in hashes
-
-
-def definition(folder: Path, text: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.yaml").write_text(text)
-    return folder / "mine.yaml"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("title: a\naxes: {v: {x: []}}\nbaselin: x", "no key 'baselin'; did you mean 'baseline'"),
-        ("title: a\naxes: {v: {x: []}}\nbaseline: y", "baseline: 'y' is not one of x"),
-        ("title: a\naxes: {v: {x: []}}\nshow: [pie]", "show: 'pie' is not one of table"),
-        ("title: a\naxes: {v: {x: []}}\nprofiles: {mini: {v: [z]}}", "'z' is not one of x"),
-        ("title: a", "needs a title and axes"),
-        ("title: a\naxes: [x]", "needs a title and axes"),
-        ("title: a\naxes: {v: {x: []}}\nevaluate: [sem]", "evaluate: 'sem' is not one of linear"),
-        ("title: a\naxes: {v: {x: []}}\nshow: [semi]", "show: needs evaluate: 'semi'"),
-        ("title: a\naxes: {v: {x: fedca.base=@bas}}\nneeds: {base: seed=1}", "'bas' is not one of base"),
-        ("- a", "no keys"),
-        ("a: [", "not a readable experiment"),
-    ],
-)
-def test_a_wrong_definition_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        load_experiment(definition(tmp_path, text))
-
-
-def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
-    assert places(["run.root=a", "data.root=b"], workers=1) == ["run.root=a", "data.root=b"]
-    with pytest.raises(UserError, match=r"federation.rounds=2 would change the experiment"):
-        places(["federation.rounds=2"], workers=1)
-
-
-def test_only_names_axes_and_labels() -> None:
-    experiments = load_experiments(EXPERIMENTS)
-    assert parse_only(["method=FedBYOL,FedU"], experiments) == {"method": ["FedBYOL", "FedU"]}
-    with pytest.raises(UserError, match="there is no axis 'methods'; the axes are"):
-        parse_only(["methods=FedU"], experiments)
-    assert parse_only(["method=FedBYOL", "method=FedU"], experiments) == {"method": ["FedBYOL", "FedU"]}
-    with pytest.raises(UserError, match="method has no 'FedV'; it has FedSimCLR"):
-        parse_only(["method=FedV"], experiments)
+from fedx_pl.runner import Job, Sweep, places
 
 
 @pytest.fixture
@@ -193,25 +97,6 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     assert len(list(path.parent.glob("results/paper/*.json"))) == 1
 
 
-def test_a_result_of_another_default_does_not_count(tmp_path: Path) -> None:
-    config = compose([])
-    content = json.loads(json.dumps(config.content()))
-    file = tmp_path / "result.json"
-    rounds = [{"round": config.federation.rounds}]
-    file.write_text(json.dumps({"config": content, "rounds": rounds}))
-    assert read_result(file, config) is not None
-    file.write_text(json.dumps({"config": content, "rounds": [{"round": 1}]}))
-    assert read_result(file, config) is None  # It was cut off.
-    del content["fedx"]["queue_size"]  # A key that came later.
-    file.write_text(json.dumps({"config": content, "rounds": rounds}))
-    assert read_result(file, config) is not None
-    content["fedx"]["tau"] = 0.2
-    file.write_text(json.dumps({"config": content, "rounds": rounds}))
-    assert read_result(file, config) is None
-    file.write_text("{")
-    assert read_result(file, config) is None
-
-
 def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["sweep", "regularisers", "profile=mini", "--definitions", str(EXPERIMENTS), "--results", str(tmp_path)]
     assert main([*words, "--dry-run", "--seeds", "0,1"]) == 0
@@ -280,6 +165,36 @@ def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
     return runner, output.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        (lambda result: None, True),
+        (lambda result: result["config"]["fedx"].pop("queue_size"), True),  # A key that came later.
+        (lambda result: result["config"]["fedx"].update(tau=0.2), False),  # Another default.
+        (lambda result: result["rounds"].clear(), False),  # It was cut off.
+        (lambda result: result.pop("machine"), False),  # The report would leave it out.
+        (lambda result: result.update(format=0), False),
+    ],
+)
+def test_a_result_counts_if_the_report_would_take_it(
+    change: Callable[[dict[str, Any]], object], counts: bool, tmp_path: Path
+) -> None:
+    job = finished(job_in(tmp_path))
+    sweep([job], tmp_path)
+    file = tmp_path / "results" / f"{job.name}.json"
+    result = json.loads(file.read_text())
+    change(result)
+    file.write_text(json.dumps(result))
+    assert (Sweep([job], tmp_path / "results", 1, Console()).done == [job]) == counts
+
+
+def test_a_torn_result_does_not_count(tmp_path: Path) -> None:
+    job = finished(job_in(tmp_path))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / f"{job.name}.json").write_text("{")
+    assert Sweep([job], tmp_path / "results", 1, Console()).waiting == [job]
+
+
 def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_path: Path) -> None:
     """Three of five rounds are left, a round took 10 s, two runs go at once: 15 s."""
     begun = job_in(tmp_path, "federation.rounds=5", name="begun")
@@ -334,6 +249,12 @@ def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Pat
     _, output = sweep([Killed(job.overrides, job.config, [])], tmp_path)
     assert "nonsense" in output
     assert "an earlier try" not in output
+
+
+def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
+    assert places(["run.root=a", "data.root=b"], workers=1) == ["run.root=a", "data.root=b"]
+    with pytest.raises(UserError, match=r"federation.rounds=2 would change the experiment"):
+        places(["federation.rounds=2"], workers=1)
 
 
 @pytest.mark.parametrize(

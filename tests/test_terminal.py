@@ -21,15 +21,18 @@ def update(images: int = 100) -> Update:
     return Update(0, images, {}, ClientMemory({}), losses, ("total", "byol", "local_relation"), images_seen=images)
 
 
+def console(terminal: bool) -> Console:
+    return Console(width=80, force_terminal=terminal, color_system=None, file=io.StringIO())
+
+
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Console:
-    monkeypatch.delenv("CI", raising=False)
-    return Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
+def live() -> Console:
+    return console(True)
 
 
 @pytest.fixture
 def plain() -> Console:
-    return Console(width=80, force_terminal=False, file=io.StringIO())
+    return console(False)
 
 
 def lines_of(console: Console) -> list[str]:
@@ -94,20 +97,21 @@ def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> 
     assert all(len(line) <= 80 for line in (bar, workers))
 
 
-@pytest.mark.parametrize("ci", [False, True])
-def test_without_a_terminal_or_in_ci_there_are_plain_lines_and_a_sign_of_life(
-    ci: bool, plain: Console, live: Console, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("terminal_there", "variable", "value"), [(False, "TERM", "xterm"), (True, "CI", "true"), (True, "TERM", "dumb")]
+)
+def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
+    terminal_there: bool, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console = live if ci else plain
-    if ci:
-        monkeypatch.setenv("CI", "true")
-    with Terminal(console, rounds=2) as display:
+    monkeypatch.setenv(variable, value)
+    screen = console(terminal_there)
+    with Terminal(screen, rounds=2) as display:
         display.expect(10)
         display.step(5)
         display.client(1, 1, 2, update())
         monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
         display.client(1, 2, 2, update())
-    lines = [line for line in lines_of(console) if line]
+    lines = [line for line in lines_of(screen) if line]
     assert len(lines) == 1
     assert re.fullmatch(r"  round 1/2: 2 of 2 clients done, loss 4.00, [\d,]+ img/s, ETA \d+ s", lines[0])
 

@@ -27,7 +27,7 @@ from rich.table import Column
 from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.files import is_locked, write_atomically
-from fedx_pl.reporting.results import FORMAT, fits, read_results
+from fedx_pl.reporting.results import FORMAT, changes, read_result, read_results
 from fedx_pl.revisit import KINDS, read_evaluation
 from fedx_pl.sweep import Experiment
 from fedx_pl.terminal import QUIET_SECONDS, duration, is_live
@@ -140,16 +140,6 @@ def plan_jobs(
     return list(found.values())
 
 
-def read_result(file: Path, config: Config) -> dict[str, Any] | None:
-    """The result of a run; None if there is none that is whole, or it was made when a default had another value."""
-    try:
-        result = json.loads(file.read_text())
-        ends = max(row["round"] for row in result["rounds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return result if ends == config.federation.rounds and fits(result, config) else None
-
-
 def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
     metrics = json.loads((job.folder / "metrics.json").read_text())
@@ -246,8 +236,16 @@ class Sweep:
         return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
 
     def _is_done(self, job: Job) -> bool:
-        result = read_result(self.results / f"{job.name}.json", job.config)
-        return result is not None and all(kind in result.get("evaluations", {}) for kind in job.evaluate)
+        """Whether its result is there, whole, with all evaluations, and made with the values of today's defaults."""
+        found = self._evaluations(job)
+        return found is not None and all(kind in found for kind in job.evaluate)
+
+    def _evaluations(self, job: Job) -> Mapping[str, Any] | None:
+        """Those in its result; None without a result that counts."""
+        with contextlib.suppress(OSError, ValueError):
+            result = read_result(self.results / f"{job.name}.json")
+            return None if changes(result, job.config) else result.evaluations
+        return None
 
     def _start(self) -> None:
         failed = {job.config.hash for job in self.failed}
@@ -293,10 +291,9 @@ class Sweep:
 
     def _keep(self, job: Job) -> None:
         """Writes the result of a finished run; evaluations whose run folder is gone stay in it."""
-        file, result = self.results / f"{job.name}.json", collect(job)
-        before = read_result(file, job.config) or {}
-        result["evaluations"] = before.get("evaluations", {}) | result["evaluations"]
-        write_atomically(file, json.dumps(result, indent=1).encode())
+        result = collect(job)
+        result["evaluations"] = {**(self._evaluations(job) or {}), **result["evaluations"]}
+        write_atomically(self.results / f"{job.name}.json", json.dumps(result, indent=1).encode())
         self.running.remove(job)
         self.done.append(job)
         last = [row["linear_top1"] for row in result["rounds"] if "linear_top1" in row]

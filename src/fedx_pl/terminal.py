@@ -182,8 +182,8 @@ class Terminal:
 
 
 def is_live(console: Console) -> bool:
-    """Whether someone watches who would like a bar that moves."""
-    return console.is_terminal and not os.environ.get("CI")
+    """Whether someone watches who would like a bar that moves, on a terminal that can move it."""
+    return console.is_interactive and not os.environ.get("CI")
 
 
 @contextmanager

@@ -207,13 +207,13 @@ def _with_progress(results: Iterator[_Result], total: int, report: Report) -> It
             yield result
             done += len(result[1])
             now = time.monotonic()
-            if console.is_terminal and now - start > _QUIET_SECONDS:
+            if console.is_interactive and now - start > _QUIET_SECONDS:
                 if bar is None:
                     bar = Progress(console=console, transient=True)
                     bar.start()
                     task = bar.add_task("decoding images, once", total=total)
                 bar.update(task, completed=done)
-            elif not console.is_terminal and now - said > _PLAIN_SECONDS:
+            elif not console.is_interactive and now - said > _PLAIN_SECONDS:
                 said = now
                 left = (now - start) / done * (total - done)
                 report(f"decoding images, once: {done} of {total}, about {left:.0f} s left")

@@ -74,9 +74,9 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     problems = []
     for path in sorted(folder.glob("*.json")):
         try:
-            result = _read(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            problems.append(f"{path.name} is no result of a finished run and was left out ({_reason(error)})")
+            result = read_result(path)
+        except (OSError, ValueError) as error:
+            problems.append(f"{path.name} is no result of a finished run and was left out ({error})")
             continue
         if result.hash in found:
             problems.append(f"{path.name} is a second result of run {result.hash} and was left out")
@@ -91,8 +91,22 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     return sorted(found.values(), key=lambda result: (result.name, result.hash, result.seed)), problems
 
 
-def _read(path: Path) -> Result:
-    content = json.loads(path.read_text())
+def read_result(path: Path) -> Result:
+    """Reads the file of one run.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no result of a finished run; the message says why.
+    """
+    try:
+        return _checked(json.loads(path.read_text()))
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def _checked(content: Any) -> Result:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']}, known is {FORMAT}")
     result = Result(
@@ -117,34 +131,18 @@ def _read(path: Path) -> Result:
     return result
 
 
-def _reason(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+def changes(result: Result, config: Config) -> list[str]:
+    """In what a result's configuration differs from today's; a key that only one of them has does not matter.
 
-
-def fits(result: Mapping[str, Any], config: Config) -> bool:
-    """Whether a result is of this configuration: a changed default does not show in the hash, the stored values tell.
-
-    Args:
-        result: the content of a result file.
-        config: of the run, as it would be made today.
+    A changed default does not show in the hash: the stored values tell.
     """
-    stored = result.get("config")
-    return isinstance(stored, Mapping) and not _changes(stored, config)
-
-
-def _changes(stored: Mapping[str, Any], config: Config) -> list[str]:
-    """In what a stored configuration differs from today's; a key that only one of them has does not matter."""
-    then, now = _plain(stored), settings(config)
+    then, now = result.config, settings(config)
     return [f"{key} was {then[key]}, is {now[key]}" for key in now if key in then and now[key] != then[key]]
 
 
 def settings(config: Config) -> dict[str, Any]:
     """All that decides a result, by dotted key, as JSON would bring it back."""
-    return _plain(config.content())
-
-
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    return flat(json.loads(json.dumps(content)))
+    return flat(json.loads(json.dumps(config.content())))
 
 
 def configured(experiment: Experiment, cell: Labels, profile: str, seed: int) -> Config:
@@ -213,8 +211,8 @@ def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str,
             result = by_hash.get(config.hash)
             if result is None or any(name not in result.evaluations for name in experiment.evaluate):
                 continue
-            if changes := _changes(result.config, config):
-                outdated[result.hash] = changes
+            if differences := changes(result, config):
+                outdated[result.hash] = differences
             else:
                 runs.found.setdefault(cell, {})[seed] = result
     return runs
