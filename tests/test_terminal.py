@@ -1,6 +1,7 @@
 """What a run shows: a live display of 80 columns on a terminal, plain lines elsewhere, each warning once."""
 
 import io
+import itertools
 import re
 import warnings
 
@@ -114,6 +115,24 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
     lines = [line for line in lines_of(screen) if line]
     assert len(lines) == 1
     assert re.fullmatch(r"  round 1/2: 2 of 2 clients done, loss 4.00, [\d,]+ img/s, ETA \d+ s", lines[0])
+
+
+def test_steps_are_told_in_plain_lines_and_counted_from_the_start_of_each_part(
+    plain: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds a step: a line after 40 s, and one 40 s later, in the second part, whose own rate makes the ETA."""
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with terminal.steps(plain, "evaluating") as tick:
+        for done in range(1, 5):
+            tick(done, 10)
+        for done in range(1, 6):
+            tick(done, 2000)
+    lines = [line for line in lines_of(plain) if line]
+    assert lines == [
+        "  evaluating: 4 of 10 steps, ETA 1 min 0 s",
+        "  evaluating: 4 of 2,000 steps, ETA 5 h 32 min",
+    ]
 
 
 def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:

@@ -215,11 +215,25 @@ def grouped_warnings(console: Console) -> Iterator[None]:
 
 @contextmanager
 def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with an ETA, for work that tells how many steps are done and of how many."""
+    """An ETA, for work that tells how many steps are done and of how many: a live bar, or a line now and then."""
+    live = is_live(console)
+    started = said = time.monotonic()
+
+    def tick(done: int, of: int) -> None:
+        nonlocal started, said
+        now = time.monotonic()
+        if done <= 1:  # Work of several parts counts each from the start.
+            started = now
+        elif not live and now - said > QUIET_SECONDS:
+            said = now
+            eta = duration((now - started) / (done - 1) * (of - done))
+            console.print(f"  {what}: {done:,} of {of:,} steps, ETA {eta}", soft_wrap=True)
+        bar.update(task, completed=done, total=of)
+
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not live) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+        yield tick
 
 
 def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
