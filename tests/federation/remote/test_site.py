@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,21 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
         "round 1: training",
         f"round 1: loss {found.meta['losses']['total']:.3f}, 24 images seen",
     ]
+
+
+def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
+    make_site: MakeSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve times the same picture first: if only they were looked at, the encoder would seem to have collapsed."""
+    folder = parts.make_images(tmp_path, {"a": 24}) / "a"
+    first, *others = sorted(folder.rglob("*.png"))
+    for file in others[:11]:
+        shutil.copy(first, file)
+    monkeypatch.setattr("fedx_pl.federation.remote.site.HEALTH_IMAGES", 12)
+    site = make_site(f"data.root={folder}")
+    site.answer(wire.HELLO, hello())
+    found = site.answer(wire.TRAIN, train(site.plan.first_state(), health=True))
+    assert found.meta["metrics"]["rankme"] > 2
 
 
 def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(make_site: MakeSite) -> None:

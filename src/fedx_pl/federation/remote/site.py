@@ -25,7 +25,7 @@ from fedx_pl.config import Config
 from fedx_pl.data import sources
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
-from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.federation import plan as planning
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
@@ -33,6 +33,7 @@ from fedx_pl.federation.remote import wire
 from fedx_pl.federation.remote.wire import BadMessage, Content
 from fedx_pl.files import checksum, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
+from fedx_pl.seeding import derive
 
 # What a coordinator decides; where images lie and what they run on is the site's own.
 SHARED = (
@@ -190,7 +191,8 @@ class Site:
 
     def _health(self) -> dict[str, float]:
         """Measures that need no labels, of this site's encoder on some of its own images."""
-        images, plan = self.plan.data.train.images[:HEALTH_IMAGES], self.plan
+        plan = self.plan
+        images = plan.data.train.images[drawn_rows(len(self.rows), HEALTH_IMAGES, derive(plan.config.seed, "health"))]
         generator = torch.Generator(plan.device).manual_seed(0)
         first, second = (
             extract(plan.model.backbone, images, lambda batch: plan.augment(batch, generator)) for _ in range(2)
