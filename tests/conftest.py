@@ -13,6 +13,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_federation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
 torch.set_num_threads(1)
@@ -49,9 +50,5 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_root: Path, tmp_path: Path) -> list[str]:
-    """Overrides for a federation of seconds: a very thin network, three clients, two rounds of one epoch."""
-    return [
-        f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.root={tmp_path / 'runs'}",
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "run.threads=1",
-    ]  # fmt: skip
+    """`tiny_federation` for one test."""
+    return tiny_federation(tiny_root, tmp_path / "runs")

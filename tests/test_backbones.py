@@ -98,15 +98,16 @@ def test_thin_networks_leave_the_heap_as_it_was() -> None:
 import torch
 from fedx_pl.backbones import BackboneOptions, build
 
+torch.set_num_threads(1)
 for width in (1, 4, 7, 8):
     for name in ("resnet10", "resnet50"):
         net = build(BackboneOptions(name, width), channels=3, image_size=32).to(memory_format=torch.channels_last)
-        for step in range(5):
-            x = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        for step in range(3):
+            x = torch.randn(8, 3, 32, 32).contiguous(memory_format=torch.channels_last)
             net(x).square().mean().backward()
             others = [torch.empty(size) for size in range(1, 3000, 7)]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -126,10 +126,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_a_traceback_comes_only_with_debug() -> None:
-    plain = fedx_pl("train", "method=bioll")
-    assert plain.returncode == 2
-    assert "Traceback" not in plain.stderr
+def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "method=bioll"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
     debug = fedx_pl("train", "method=bioll", "--debug")
     assert debug.returncode != 0
     assert "Traceback" in debug.stderr
@@ -201,7 +200,7 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
         text=True,
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)

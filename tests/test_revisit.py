@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_federation
 from torch import nn
 
 from fedx_pl import revisit
@@ -30,18 +31,10 @@ def train(*overrides: str) -> Path:
     return Orchestrator(prepare(compose(overrides), report=silent), Silent()).run().folder
 
 
-def thin(root: Path, runs: Path) -> list[str]:
-    return [
-        f"data.root={root}", "data.verify=false", "data.download=false", f"run.root={runs}", "run.threads=1",
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5",
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BYOL with FedX: a BatchNorm in the projector, private state and a global model."""
-    return train(*thin(tiny_root, tmp_path_factory.mktemp("runs")), "method=byol", "fedx=true")
+    return train(*tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")), "method=byol", "fedx=true")
 
 
 @pytest.fixture
@@ -137,7 +130,9 @@ def test_geometry_of_some_of_the_clients(run: Path) -> None:
 
 def test_a_cosine_schedule_and_a_regulariser_do_not_end_the_geometry(tiny_root: Path, tmp_path: Path) -> None:
     """After its last round a cosine schedule has come to zero: f would be F, and SCAFFOLD would divide by zero."""
-    folder = train(*thin(tiny_root, tmp_path), "federation.rounds=1", "optim.schedule=cosine", "regularizer=scaffold")
+    folder = train(
+        *tiny_federation(tiny_root, tmp_path), "federation.rounds=1", "optim.schedule=cosine", "regularizer=scaffold"
+    )
     assert evaluate_run(folder, ["geometry"], report=silent)["geometry"]["local_global_mean"] > 0.01
 
 
@@ -156,7 +151,7 @@ def test_overrides_count_and_a_preset_gives_way_to_keys_of_one_s_own(run: Path) 
 @pytest.fixture(scope="module")
 def aligned(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run with FedCA and its base."""
-    words = [*thin(tiny_root, tmp_path_factory.mktemp("runs")), "federation.rounds=1"]
+    words = [*tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")), "federation.rounds=1"]
     base = train(*words, "federation.clients=1")
     return train(*words, "fedca=true", f"fedca.base={base}"), base
 
@@ -218,7 +213,7 @@ def train_unlabelled(folder: Path) -> Path:
     for i in range(24):
         pixels = np.random.default_rng(i).integers(0, 55, (32, 32, 3), dtype=np.uint8) + np.uint8(200 * (i >= 12))
         Image.fromarray(pixels).save(images / f"{i:02d}.png")
-    overrides = [o for o in thin(images, folder / "runs") if not o.startswith("data.verify")]
+    overrides = [o for o in tiny_federation(images, folder / "runs") if not o.startswith("data.verify")]
     overrides += ["data=folder", f"data.cache={folder / 'cache'}", "data.image_size=32"]
     return train(*overrides, "partition.kind=iid", "federation.clients=2", "federation.rounds=1")
 
@@ -270,7 +265,7 @@ def test_the_best_round_has_a_geometry_long_after_it(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunState, "best", 1)
-    folder = train(*thin(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1")
+    folder = train(*tiny_federation(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1")
     assert Checkpoints(folder).rounds() == [1, 3]
     assert evaluate_run(folder, ["geometry"], report=silent, round=1)["geometry"]["clients"] == 3
 

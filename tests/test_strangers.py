@@ -3,12 +3,14 @@
 import hashlib
 import json
 import pickle
+import shutil
 import struct
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import tiny_federation
 from safetensors.torch import load_file, save
 
 from fedx_pl import cli, config
@@ -26,12 +28,16 @@ class Payload:
         return (Path.touch, (self.file,))
 
 
+@pytest.fixture(scope="module")
+def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    assert cli.main(["train", *tiny_federation(tiny_root, runs), "federation.rounds=1", f"run.dir={runs / 'run'}"]) == 0
+    return runs / "run"
+
+
 @pytest.fixture
-def run(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    folder = tmp_path / "run"
-    assert cli.main(["train", *tiny, "federation.rounds=1", f"run.dir={folder}"]) == 0
-    capsys.readouterr()
-    return folder
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def replace_weights(run: Path, content: bytes) -> None:
