@@ -70,6 +70,7 @@ def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:
         ("title: a\naxes: {v: {x: []}}\nbaseline: y", "baseline: 'y' is not one of x"),
         ("title: a\naxes: {v: {x: []}}\nshow: [pie]", "show: 'pie' is not one of table"),
         ("title: a\naxes: {v: {x: []}}\nprofiles: {mini: {v: [z]}}", "'z' is not one of x"),
+        ('title: a\naxes: {v: {"x, y": []}}', "label 'x, y' has a comma"),
         ("title: a", "needs a title and axes"),
         ("title: a\naxes: [x]", "needs a title and axes"),
         ("title: a\naxes: {v: {x: []}}\nevaluate: [sem]", "evaluate: 'sem' is not one of linear"),

@@ -161,6 +161,9 @@ def _check(experiment: Experiment, path: Path) -> None:
         if word not in known:
             raise UserError(f"{path}: {what} {word!r} is not one of {', '.join(known) or 'none'}")
 
+    for label in itertools.chain(*experiment.axes.values()):
+        if "," in label:
+            raise UserError(f"{path}: label {label!r} has a comma, where --only would end it; write it without")
     for word in experiment.show:
         require("show:", word, SHOWN)
         if word in KINDS:
