@@ -113,8 +113,9 @@ def finished(job: Job, config: Config | None = None) -> Job:
     """Leaves what a finished run leaves, as far as the runner looks at it."""
     job.folder.mkdir(parents=True)
     (job.folder / "config.yaml").write_text((config or job.config).to_yaml())
-    (job.folder / "metrics.csv").write_text("round\n1\n")
-    metrics = {"untrained": {}, "rounds": [{"round": 1, "linear_top1": 12.5}], "seconds": 3.0}
+    rounds = range(1, job.config.federation.rounds + 1)
+    (job.folder / "metrics.csv").write_text("\n".join(["round", *map(str, rounds), ""]))
+    metrics = {"untrained": {}, "rounds": [{"round": n, "linear_top1": 12.5} for n in rounds], "seconds": 3.0}
     (job.folder / "metrics.json").write_text(json.dumps(metrics))
     (job.folder / "encoder.safetensors").touch()
     return job
@@ -171,7 +172,8 @@ def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
         (lambda result: None, True),
         (lambda result: result["config"]["fedx"].pop("queue_size"), True),  # A key that came later.
         (lambda result: result["config"]["fedx"].update(tau=0.2), False),  # Another default.
-        (lambda result: result["rounds"].clear(), False),  # It was cut off.
+        (lambda result: result["rounds"].pop(), False),  # It was cut off.
+        (lambda result: result["rounds"].clear(), False),
         (lambda result: result.pop("machine"), False),  # The report would leave it out.
         (lambda result: result.update(format=0), False),
     ],
@@ -179,7 +181,7 @@ def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
 def test_a_result_counts_if_the_report_would_take_it(
     change: Callable[[dict[str, Any]], object], counts: bool, tmp_path: Path
 ) -> None:
-    job = finished(job_in(tmp_path))
+    job = finished(job_in(tmp_path, "federation.rounds=2"))
     sweep([job], tmp_path)
     file = tmp_path / "results" / f"{job.name}.json"
     result = json.loads(file.read_text())
