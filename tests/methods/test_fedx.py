@@ -59,6 +59,24 @@ def test_a_term_of_weight_zero_is_left_out(term: str) -> None:
     assert len(terms) == 3
 
 
+@pytest.mark.parametrize("relation", ["batch", "queue"])
+def test_a_warm_up_leaves_the_global_terms_out_of_the_first_rounds(relation: str) -> None:
+    model = make_model(FedXSimCLR, fedx=FedXOptions(warmup=2, relation=relation))
+    data = data_for(model)
+    terms = {}
+    for round_number in (1, 2, 3):
+        start(model, data, round_number)
+        batch = next(data.epoch(0))
+        terms[round_number] = list(model.loss(batch, model.embed_views(batch)))
+    assert terms[1] == terms[2] == ["contrastive", "local_relation"]
+    assert terms[3] == ["contrastive", "local_relation", "global_contrast", "global_relation"]
+
+
+def test_a_warm_up_needs_something_to_train() -> None:
+    with pytest.raises(UserError, match="fedx.warmup=3 leaves nothing to train"):
+        FedXOptions(warmup=3, local_contrast=0, local_relation=0)
+
+
 def test_the_global_model_runs_only_on_what_is_used() -> None:
     for options, images in (({}, 16), ({"global_relation": 0.0}, 8), ({"global_contrast": 0.0}, 8)):
         model, batch = started(**options)

@@ -18,7 +18,7 @@ With ``relation=queue`` there is no second batch: relations are to the latest em
 images of earlier steps. That saves a third of f's work and half of F's.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class FedXOptions:
         default=0, metadata={"help": "images of optim.batch_size that are B_r, or left out (queue); 0 = half"}
     )
     queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept"})
+    warmup: int = field(default=0, metadata={"help": "rounds without the global terms, while F knows little"})
 
     def __post_init__(self) -> None:
         known = self.divergence in ("jsd", "authors")
@@ -66,11 +67,23 @@ class FedXOptions:
         require("fedx.relation", self.relation, known, "fedx.relation=batch or queue")
         require("fedx.queue_size", self.queue_size, self.queue_size >= 2, "fedx.queue_size=256")
         require("fedx.tau", self.tau, self.tau > 0, "a positive number; the paper's is fedx.tau=0.1")
+        require("fedx.warmup", self.warmup, self.warmup >= 0, "fedx.warmup=0 or more rounds")
         weights = {name: getattr(self, name) for name in _TERMS}
         for name, weight in weights.items():
             require(f"fedx.{name}", weight, weight >= 0, f"fedx.{name}=0 to leave the term out")
         if not any(weights.values()):
             raise UserError(f"all of fedx.{', fedx.'.join(_TERMS)} are 0: nothing is left to train")
+        if self.warmup and not (self.local_contrast or self.local_relation):
+            raise UserError(
+                f"fedx.warmup={self.warmup} leaves nothing to train in the first rounds, since fedx.local_contrast "
+                f"and fedx.local_relation are 0; type fedx.warmup=0"
+            )
+
+    def in_round(self, round_number: int) -> "FedXOptions":
+        """The options of a round: without the global terms while the warm-up lasts."""
+        if round_number > self.warmup:
+            return self
+        return replace(self, global_contrast=0.0, global_relation=0.0, warmup=0)
 
 
 class FedXMixin(Mixin):
@@ -89,6 +102,7 @@ class FedXMixin(Mixin):
         """
         super().__init__(*args, **kwargs)
         self.fedx = fedx or FedXOptions()
+        self.now = self.fedx  # what counts in this round
         self.relational = self.fedx.local_relation > 0 or self.fedx.global_relation > 0
         self.relation_batch = self.relational and self.fedx.relation == "batch"
         self.fedx_head = mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
@@ -97,7 +111,7 @@ class FedXMixin(Mixin):
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms, untouched but for their weight, and FedX's three."""
-        w, terms = self.fedx, Loss()
+        w, terms = self.now, Loss()
         g_second, anchors, g_anchors = self._look(batch, z)
         if w.local_contrast > 0:
             terms = terms | super().loss(batch, z) * w.local_contrast
@@ -122,7 +136,7 @@ class FedXMixin(Mixin):
 
         F looks only at what a term uses, in one forward pass.
         """
-        n, w = len(batch.rows), self.fedx
+        n, w = len(batch.rows), self.now
         if self.relational and not self.relation_batch:
             return self._look_back(batch, z)
         if w.global_contrast == 0 and w.global_relation == 0:
@@ -136,7 +150,7 @@ class FedXMixin(Mixin):
 
     def _look_back(self, batch: Views, z: Embeddings) -> tuple[Tensor | None, Tensor, Tensor]:
         """F(x~) and both queues as they are before this step's embeddings of x~ join them."""
-        w = self.fedx
+        w = self.now
         if self._queues is None:
             self._queues = self._first_queues(len(batch.rows))
         before, g_before = self._queues
@@ -163,6 +177,7 @@ class FedXMixin(Mixin):
     def on_round_start(self) -> None:
         """Freezes the model that was just received as F."""
         super().on_round_start()
+        self.now = self.fedx.in_round(self.local.round)
         self.global_model.refresh(nn.Sequential(self.backbone, self.projector))
         self._queues = None
 
