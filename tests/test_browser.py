@@ -23,7 +23,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 FLAGS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"]
 # Page, chart, and how many curves two runs have there: of both, of the three clients, or of FedX only.
 PAGES = {
-    "Accuracy": {"Linear probe, top-1 (%)": 4, "kNN, top-1 (%)": 4},
+    "Accuracy": {
+        "Linear probe, top-1 (%); best: on the test images": 4,
+        "kNN, top-1 (%); best: on the test images": 4,
+    },
     "Losses": {"total, mean ± std": 2, "byol, mean ± std": 2, "global_relation, mean ± std": 1},
     "Clients": {"Drift": 6, "Angle": 6, "Divergence d of FedU": 6, "Loss by step": 6, "Images of the clients": 6},
     "Health": {"Standard deviation": 2, "Uniformity": 2, "RankMe": 2, "Updates refused": 2},

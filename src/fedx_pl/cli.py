@@ -180,7 +180,10 @@ def _evaluate_parser(commands: Any) -> argparse.ArgumentParser:
     evaluate.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     _add_overrides(evaluate, "what to measure (linear if not said) and evaluation.* keys")
     evaluate.add_argument(
-        "--round", type=int, metavar="N", help="of one of the last rounds kept (run.keep), or of the best"
+        "--round",
+        type=int,
+        metavar="N",
+        help="of one of the last rounds kept (run.keep), or of the best on the test images",
     )
     evaluate.set_defaults(command="evaluate")
     return evaluate
@@ -242,7 +245,10 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     for command in (export, embed, neighbours):
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder")
         command.add_argument(
-            "--round", type=int, metavar="N", help="of an older checkpoint that was kept, or of the best"
+            "--round",
+            type=int,
+            metavar="N",
+            help="of an older checkpoint that was kept, or of the best on the test images",
         )
         command.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")

@@ -340,7 +340,8 @@ def summary(result: Result, console: Console) -> None:
             values = [row[key] for row in result.rows if key in row]
             before = result.untrained.get(key)
             against = "" if before is None else f", untrained {before:.2f}"
-            console.print(f"{name}: last {values[-1]:.2f}, best {max(values):.2f}{against}")
+            best = f"best on the test images {max(values):.2f}"
+            console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
     else:
         console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
     for alarm in result.alarms[-5:]:

@@ -237,8 +237,8 @@ def layout(rows: Sequence[Mapping[str, Any]]) -> Layout:
     bands = {name: (f"loss/{name}", f"loss_band/{name}_low", f"loss_band/{name}_high") for name in ("total", *losses)}
     return {
         "Accuracy": {
-            "Linear probe, top-1 (%)": ["accuracy/linear_top1$", "accuracy/linear_best$"],
-            "kNN, top-1 (%)": ["accuracy/knn_top1$", "accuracy/knn_best$"],
+            "Linear probe, top-1 (%); best: on the test images": ["accuracy/linear_top1$", "accuracy/linear_best$"],
+            "kNN, top-1 (%); best: on the test images": ["accuracy/knn_top1$", "accuracy/knn_best$"],
         },
         # Charts with bands TensorBoard shows from the last to the first.
         "Losses": {f"{name}, mean ± std of the clients": bands[name] for name in reversed(bands)},

@@ -131,7 +131,10 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
         ])  # fmt: skip
     every = _several(everything, "evaluation.linear_every")
     text = f"The best round is the best of those that were measured: one in {every} and the last one"
-    remarks.append([text, ". The paper's code measures every round."])
+    remarks.append([
+        text, ". The paper's code measures every round. Either way the test images choose it, so that it is an "
+        "optimistic number: compare methods by the last round.",
+    ])  # fmt: skip
     tested = _several(everything, "data.test_limit")
     remarks.append([f"Tested on {'the full test set' if tested == '0' else f'{tested} test images (0: all of them)'}."])
     if any(one["data.name"] == "cifar10" and one["augment.brightness"] == 0 for one in everything):

@@ -61,13 +61,13 @@ def _text_keys(tree: Any) -> Any:
 
 
 def accuracy_table(runs: Runs, paper: Paper) -> Table:
-    """Linear top-1 of the last and the best round."""
+    """Linear top-1 of the last round, and of the round that is best on the test images, as in the paper."""
 
     def fields(cell: Labels) -> list[str]:
         own = [_over_seeds(runs, cell, Result.last), _over_seeds(runs, cell, Result.best)]
         return [*own, _pair(paper.numbers(runs, cell), decimal)]
 
-    heads = ["last", "best", "the paper's last / best"]
+    heads = ["last", "best (on test)", "the paper's last / best (on test)"]
     return _grid(runs, heads if paper.has(runs) else heads[:-1], fields)
 
 
@@ -92,7 +92,7 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
         printed = _pair(paper.numbers(runs, cell), _with_error)
         return [over_seeds(cell, list), over_seeds(cell, sorted), printed]
 
-    heads = ["last five", "best five", "the paper's last / best round ± error over five"]
+    heads = ["last five", "best five (on test)", "the paper's last / best round ± error over five"]
     return _grid(runs, heads if paper.has(runs) else heads[:-1], fields)
 
 
