@@ -62,6 +62,12 @@ def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
     assert config.method_options["cluster_sizes"] == [8, 4]
 
 
+def test_a_run_that_does_not_say_which_labels_were_used_had_those_of_its_subset(tmp_path: Path) -> None:
+    lines = compose(["data.limit=100"]).to_yaml().replace("  labels: all\n", "")
+    (tmp_path / "config.yaml").write_text(lines)
+    assert load(tmp_path / "config.yaml").evaluation.labels == "limit"
+
+
 def test_the_hash_tells_results_apart_and_ignores_where_they_lie() -> None:
     assert compose(["run.root=a", "data.root=b"]).hash == compose([]).hash
     assert compose(["seed=1"]).hash != compose([]).hash

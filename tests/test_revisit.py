@@ -61,7 +61,7 @@ def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
     assert found["knn"] == {key: last[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")}
     assert 1 <= last["rankme"] <= 32  # width 4: 32 features
     assert last["uniformity"] < 0
-    assert saved(run, "knn") == {"round": 2, "settings": {"k": 200}, "results": found["knn"]}
+    assert saved(run, "knn") == {"round": 2, "settings": {"labels": "all", "k": 200}, "results": found["knn"]}
     assert saved(run, "linear")["settings"]["epochs"] == 5
 
 
@@ -81,7 +81,7 @@ def test_semi_has_a_result_for_each_share_of_the_labels(run: Path) -> None:
     assert all(0 <= result["top1"] <= 100 for result in found["semi"].values())
     assert ticks == [(1, 3), (2, 3), (3, 3)]  # 12 and 120 images in batches of 64
     assert saved(run, "semi")["settings"] == {
-        "fractions": [0.05, 0.5], "epochs": 1, "lr": 1e-3, "momentum": 0.9, "batch_size": 64,
+        "labels": "all", "fractions": [0.05, 0.5], "epochs": 1, "lr": 1e-3, "momentum": 0.9, "batch_size": 64,
     }  # fmt: skip
     assert evaluate_run(run, ["semi"], QUICK, report=silent) == found
 
@@ -138,13 +138,14 @@ def test_a_cosine_schedule_and_a_regulariser_do_not_end_the_geometry(tiny_root: 
 
 def test_overrides_count_and_a_preset_gives_way_to_keys_of_one_s_own(run: Path) -> None:
     evaluate_run(run, ["linear", "knn"], ["evaluation.knn_k=3"], report=silent)
-    assert saved(run, "knn")["settings"] == {"k": 3}
+    assert saved(run, "knn")["settings"] == {"labels": "all", "k": 3}
     assert saved(run, "linear")["settings"]["epochs"] == 5  # The run's own.
     words = ["evaluation.linear.epochs=2", "evaluation.linear.preset=fedema"]
     evaluate_run(run, ["linear"], words, report=silent)
     expected = PRESETS["fedema"]
     assert saved(run, "linear")["settings"] == {
-        "preset": "fedema", "epochs": 2, "lr": expected.lr, "weight_decay": 0.0, "batch_size": expected.batch_size,
+        "labels": "all", "preset": "fedema", "epochs": 2, "lr": expected.lr, "weight_decay": 0.0,
+        "batch_size": expected.batch_size,
     }  # fmt: skip
 
 

@@ -242,6 +242,8 @@ def load(path: Path, trusted: str = "") -> Config:
     name = str(method.get("name")) if isinstance(method, dict) else ""
     if ":" in name and trusted not in ("*", name):
         raise UserError(f"{path} names code to be run, method={name}; if you trust it, add allow_code=true")
+    if isinstance(tree, dict) and isinstance(evaluation := tree.get("evaluation"), dict):
+        evaluation.setdefault("labels", "limit")  # As it was before there was a choice.
     return from_tree(tree, str(path))
 
 

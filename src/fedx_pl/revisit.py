@@ -109,9 +109,9 @@ def settings(kind: str, config: Config) -> dict[str, Any]:
     """What a measurement depends on, beside the weights."""
     options = config.evaluation
     return {
-        "linear": dataclasses.asdict(options.linear),
-        "knn": {"k": options.knn_k},
-        "semi": dataclasses.asdict(options.semi),
+        "linear": {"labels": options.labels, **dataclasses.asdict(options.linear)},
+        "knn": {"labels": options.labels, "k": options.knn_k},
+        "semi": {"labels": options.labels, **dataclasses.asdict(options.semi)},
         "geometry": {"clients": options.geometry_clients, "epochs": config.federation.epochs},
     }[kind]
 
@@ -210,15 +210,17 @@ def _measure(kind: str, run: _Run, report: Report, tick: Tick | None) -> dict[st
 def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:
     """Accuracy after fine-tuning on each share of the labels."""
     data, options = plan.data, plan.config.evaluation.semi
-    assert data.train.labels is not None
+    labels = plan.evaluator.labeled.labels
+    assert labels is not None
     assert data.test is not None
     seed = derive(plan.config.seed, "semi")
-    subsets = [finetune.labelled_subset(data.train.labels, fraction, seed) for fraction in options.fractions]
+    store = plan.store_of(plan.evaluator.labeled)
+    subsets = [finetune.labelled_subset(labels, fraction, seed) for fraction in options.fractions]
     advance = _counter(tick, sum(options.steps(len(rows)) for rows in subsets))
     found = {}
     for fraction, rows in zip(options.fractions, subsets, strict=True):
         network = finetune.fine_tune(
-            plan.model.backbone, plan.store, rows, data.train.labels[rows], plan.augment,
+            plan.model.backbone, store, rows, labels[rows], plan.augment,
             classes=len(data.classes), options=options, seed=seed, tick=advance,
         )  # fmt: skip
         top1 = finetune.top1(network, data.test, plan.augment.plain)

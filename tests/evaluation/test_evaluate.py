@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedx_pl.data.sources import ImageData, Split
+from fedx_pl.errors import UserError
 from fedx_pl.evaluation import evaluate
 from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.geometry import health
+from fedx_pl.evaluation.linear import LinearOptions
 from fedx_pl.methods import SimCLR
 
 CPU = torch.device("cpu")
@@ -63,3 +65,31 @@ def test_where_there_are_no_images_nothing_is_measured(count: int) -> None:
     evaluator, model = unlabelled(count), make_model(SimCLR)
     assert evaluator.look(model, CPU, knn=True, linear=True) == {}
     assert unlabelled(0).estimate_seconds(model, CPU, first_round=1, rounds=5) == 0
+
+
+def labeled(limit: int, **options: Any) -> Evaluator:
+    """Images whose class is their color; ``limit`` of them are trained on, all of class 0."""
+    labels = np.arange(60) % 3
+    images = np.random.default_rng(0).integers(0, 20, (60, 16, 16, 3), dtype=np.uint8)
+    images[np.arange(60), :, :, labels] += 200
+    whole, test = Split(images[:45], labels[:45]), Split(images[45:], labels[45:])
+    names = ("red", "green", "blue")
+    train = whole.take(np.flatnonzero(whole.labels == 0)[:limit])
+    data = ImageData("folder", train, test, names, (), "", "", whole_train=whole)
+    return Evaluator(EvaluationOptions(**options), data, prepare, seed=0)
+
+
+def test_images_left_out_of_training_still_lend_their_labels_to_evaluations() -> None:
+    """With labels of one class, nothing else can be told; with all labels, the mean color is enough."""
+    model = make_model(SimCLR)
+    model.backbone = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    how: dict[str, Any] = {"knn_k": 5, "linear": LinearOptions(lr=0.5)}
+    few = labeled(10, labels="limit", **how).look(model, CPU, knn=True, linear=True)
+    many = labeled(10, **how).look(model, CPU, knn=True, linear=True)
+    assert few["knn_top1"] == few["linear_top1"] == pytest.approx(100 / 3, abs=0.01)
+    assert many["knn_top1"] == many["linear_top1"] == 100
+
+
+def test_which_labels_evaluations_use_is_all_or_limit() -> None:
+    with pytest.raises(UserError, match="evaluation.labels=some"):
+        EvaluationOptions(labels="some")

@@ -146,3 +146,38 @@ def test_a_run_that_others_build_on_is_looked_up_for_every_seed():
     for seed in (0, 1):
         config = configured(needy, ("+ FedCA",), "mini", seed)
         assert config.content() == needy.config(("+ FedCA",), "mini", seed).content()
+
+
+FEW = Experiment("few", "Few", {"variant": VARIANTS}, base=[*BASE, "data.limit=2500"])
+
+
+def made_before_all_labels_were_used(path):
+    content = json.loads(path.read_text())
+    del content["config"]["evaluation"]["labels"]
+    path.write_text(json.dumps(content))
+
+
+def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(tmp_path):
+    """They are reported as such, are not done for a sweep, and never stand beside results with all labels."""
+    paths = [write_result(tmp_path, FEW, (variant,), 0, {5: 40.0}) for variant in VARIANTS]
+    for path in paths:
+        made_before_all_labels_were_used(path)
+    runs, _, outdated = found(tmp_path, FEW)
+    assert (len(runs.found), outdated) == (2, {})
+    assert all(result.few_labels for cell in runs.found for result in runs.of(cell))
+    plain = read_result(paths[0])
+    assert changes(plain, configured(FEW, ("plain",), "mini", 0)) == ["evaluation.labels was limit, is all"]
+
+    write_result(tmp_path, FEW, ("+ FedX",), 0, {5: 42.0})
+    runs, _, outdated = found(tmp_path, FEW)
+    assert list(runs.found) == [("+ FedX",)]
+    assert list(outdated.values()) == [["evaluation.labels was limit, is all"]]
+
+
+def test_without_a_limit_older_results_had_all_labels(tmp_path):
+    paper = Experiment("paper", "Paper", {"variant": VARIANTS}, base=[*BASE, "data.limit=0"])
+    path = write_result(tmp_path, paper, ("plain",), 0, {5: 40.0})
+    made_before_all_labels_were_used(path)
+    result = read_result(path)
+    assert not result.few_labels
+    assert changes(result, configured(paper, ("plain",), "mini", 0)) == []

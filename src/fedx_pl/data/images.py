@@ -27,7 +27,7 @@ class DataOptions:
     )
     verify: bool = field(default=True, metadata={"help": "false accepts a copy that is not the official one"})
     download: bool = field(default=True, metadata={"help": "false never touches the network"})
-    limit: int = field(default=0, metadata={"help": "use this many training images, chosen by the seed; 0 = all"})
+    limit: int = field(default=0, metadata={"help": "train on this many images, chosen by the seed; 0 = all"})
     test_limit: int = field(default=0, metadata={"help": "use this many test images, chosen by the seed; 0 = all"})
     image_size: int = field(
         default=0, metadata={"help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"}
@@ -101,6 +101,7 @@ class ImageData:
         source: where the content came from, for people.
         fingerprint: short hash of the content and of the subset taken; split files store it.
         skipped: files in the folder that are no readable images.
+        whole_train: all training images where ``data.limit`` has left some out of ``train``.
     """
 
     name: str
@@ -111,3 +112,9 @@ class ImageData:
     source: str
     fingerprint: str
     skipped: int = 0
+    whole_train: Split | None = None
+
+    @property
+    def labeled(self) -> Split:
+        """All training images, also those that ``data.limit`` leaves out of ``train``."""
+        return self.whole_train or self.train

@@ -115,7 +115,8 @@ def _subset(data: ImageData, options: DataOptions, seed: int) -> ImageData:
     if not marks:
         return data
     fingerprint = cache.fingerprint({"all": data.fingerprint, "subset": f"{marks} seed {seed}"})
-    return replace(data, train=train, test=test, fingerprint=fingerprint)
+    whole = data.train if train is not data.train else None
+    return replace(data, train=train, test=test, fingerprint=fingerprint, whole_train=whole)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that woul
 class EvaluationOptions:
     """How often and how the encoder is measured."""
 
+    labels: str = field(
+        default="all",
+        metadata={"help": "all: of every labeled training image | limit: only of those data.limit keeps"},
+    )
     knn_every: int = field(default=1, metadata={"help": "rounds between kNN evaluations"})
     knn_k: int = field(default=200, metadata={"help": "neighbours that vote"})
     linear_every: int = field(
@@ -40,6 +44,8 @@ class EvaluationOptions:
     semi: SemiOptions = field(default_factory=SemiOptions)
 
     def __post_init__(self) -> None:
+        known = self.labels in ("all", "limit")
+        require("evaluation.labels", self.labels, known, "evaluation.labels=all or limit")
         for name in ("knn_every", "knn_k", "linear_every", "geometry_clients"):
             require(f"evaluation.{name}", value := getattr(self, name), value >= 1, f"evaluation.{name}=1 or more")
 
@@ -63,7 +69,12 @@ class Evaluator:
     @property
     def possible(self) -> bool:
         """Whether there are labels to measure against."""
-        return self.data.test is not None and self.data.train.labels is not None
+        return self.data.test is not None and self.labeled.labels is not None
+
+    @property
+    def labeled(self) -> Split:
+        """The training images whose labels evaluations may use."""
+        return self.data.labeled if self.options.labels == "all" else self.data.train
 
     def due(self, round: int, rounds: int) -> tuple[bool, bool]:
         """(kNN, linear) due after a round; the untrained network (round 0) and the last round have both."""
@@ -97,7 +108,7 @@ class Evaluator:
 
     def _accuracies(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
         assert self.data.test is not None
-        train_x, train_y = self._features(model, device, self.data.train)
+        train_x, train_y = self._features(model, device, self.labeled)
         test_x, test_y = self._features(model, device, self.data.test)
         sets, classes = (train_x, train_y, test_x, test_y), len(self.data.classes)
         found = {}
@@ -145,6 +156,6 @@ class Evaluator:
         per_row = (time.perf_counter() - started) / (5 * len(features))
         probes = 2 + left // self.options.linear_every
         passes = max(probes, looks)
-        images = len(self.data.train.images) + len(self.data.test.images)
-        rows = len(self.data.train.images) * self.options.linear.epochs
+        images = len(self.labeled.images) + len(self.data.test.images)
+        rows = len(self.labeled.images) * self.options.linear.epochs
         return passes * images * per_image + probes * rows * per_row

@@ -18,7 +18,7 @@ from fedx_pl.config import Config
 from fedx_pl.data import partition, sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.module import ClientData, ImageStore
-from fedx_pl.data.sources import ImageData
+from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
 from fedx_pl.federation import privacy, regularizers
@@ -43,7 +43,11 @@ class Plan:
     @cached_property
     def store(self) -> ImageStore:
         """The training images, put where training happens at first use."""
-        return ImageStore(self.data.train.images, self.device, int(self.config.run.resident_gb * 1e9))
+        return self.store_of(self.data.train)
+
+    def store_of(self, split: Split) -> ImageStore:
+        """Images where training happens."""
+        return ImageStore(split.images, self.device, int(self.config.run.resident_gb * 1e9))
 
     @cached_property
     def evaluator(self) -> Evaluator:

@@ -104,6 +104,12 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
             Strong("This is not the paper's scale."), " Its numbers stand beside ours to compare differences, not "
             "levels; ", Link("what differs", "#differences"), " is listed below.",
         ])  # fmt: skip
+    if any(result.few_labels for result in runs):
+        yield Paragraph([
+            Strong("These accuracies are with few labels."), " The linear probe and kNN saw only the labels of the "
+            "images that were trained on (", Code("evaluation.labels=limit"), "). The released code, and this package "
+            "today, use those of all training images, which gives higher numbers.",
+        ])  # fmt: skip
     yield Bullets([[Link(one.experiment.title, f"#{one.experiment.name}")] for one in used])
     main = next((one for one in used if one.experiment.name == MAIN and one.experiment.baseline), None)
     if main is not None:

@@ -15,6 +15,7 @@ from fedx_pl.sweep import Experiment, Labels
 
 FORMAT = 1
 LINEAR, KNN = "linear_top1", "knn_top1"
+LABELS = "evaluation.labels"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Result:
     untrained: Mapping[str, Any]
     rounds: Sequence[Mapping[str, Any]]
     evaluations: Mapping[str, Any]
+
+    @property
+    def few_labels(self) -> bool:
+        """Whether the probe and kNN saw the labels of a subset only (``evaluation.labels=limit``)."""
+        return self.config[LABELS] == "limit" and self.config["data.limit"] > 0
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:
@@ -117,7 +123,8 @@ def _checked(content: Any) -> Result:
         commit=str(content["commit"]),
         machine=str(content["machine"]),
         seconds=float(content["seconds"]),
-        config=flat(content["config"]),
+        # Results that do not say which labels were used are older than the choice: those of `data.limit` images.
+        config={LABELS: "limit", "data.limit": 0, **flat(content["config"])},
         untrained=dict(content.get("untrained") or {}),
         rounds=[dict(row) for row in content["rounds"]],
         evaluations={name: dict(found) for name, found in (content.get("evaluations") or {}).items()},
@@ -131,13 +138,21 @@ def _checked(content: Any) -> Result:
     return result
 
 
-def changes(result: Result, config: Config) -> list[str]:
+def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list[str]:
     """In what a result's configuration differs from today's; a key that only one of them has does not matter.
 
     A changed default does not show in the hash: the stored values tell.
+
+    Args:
+        result: of a finished run.
+        config: of today.
+        ignored: keys that may differ.
     """
     then, now = result.config, settings(config)
-    return [f"{key} was {then[key]}, is {now[key]}" for key in now if key in then and now[key] != then[key]]
+    if not then["data.limit"]:
+        ignored = [*ignored, LABELS]  # All labels, whichever way it is said.
+    differing = [key for key in now if key in then and key not in ignored and now[key] != then[key]]
+    return [f"{key} was {then[key]}, is {now[key]}" for key in differing]
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -205,13 +220,15 @@ def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str,
     by_hash = {result.hash: result for result in results}
     seeds = sorted({result.seed for result in results})
     runs = Runs(experiment, profile, list(experiment.cells(profile)))
+    # Results measured with few labels may be reported, but never in one table with others.
+    ignored = [LABELS] if all(result.few_labels for result in results) else []
     for cell in runs.cells:
         for seed in seeds:
             config = configured(experiment, cell, profile, seed)
             result = by_hash.get(config.hash)
             if result is None or any(name not in result.evaluations for name in experiment.evaluate):
                 continue
-            if differences := changes(result, config):
+            if differences := changes(result, config, ignored):
                 outdated[result.hash] = differences
             else:
                 runs.found.setdefault(cell, {})[seed] = result
