@@ -183,7 +183,7 @@ def _evaluate_parser(commands: Any) -> argparse.ArgumentParser:
         "--round",
         type=int,
         metavar="N",
-        help="of one of the last rounds kept (run.keep), or of the best on the test images",
+        help="one of the last rounds kept (run.keep), or the best on the test images",
     )
     evaluate.set_defaults(command="evaluate")
     return evaluate
@@ -248,7 +248,7 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
             "--round",
             type=int,
             metavar="N",
-            help="of an older checkpoint that was kept, or of the best on the test images",
+            help="an older round that was kept, or the best on the test images",
         )
         command.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")

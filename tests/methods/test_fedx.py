@@ -73,7 +73,7 @@ def test_a_warm_up_leaves_the_global_terms_out_of_the_first_rounds(relation: str
 
 
 def test_a_warm_up_needs_something_to_train() -> None:
-    with pytest.raises(UserError, match="fedx.warmup=3 leaves nothing to train"):
+    with pytest.raises(UserError, match=r"fedx\.warmup=3 leaves nothing to train"):
         FedXOptions(warmup=3, local_contrast=0, local_relation=0)
 
 
