@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Some virtual machines announce AMX and then trap on its instructions; bf16 has other kernels. Read when torch loads.
@@ -13,7 +14,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_federation
+from helpers import forget_modules, tiny_federation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
 torch.set_num_threads(1)
@@ -52,3 +53,12 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_root: Path, tmp_path: Path) -> list[str]:
     """`tiny_federation` for one test."""
     return tiny_federation(tiny_root, tmp_path / "runs")
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that modules of one's own are imported from; they are forgotten again."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    forget_modules(tmp_path)

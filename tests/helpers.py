@@ -1,5 +1,7 @@
 """Small real parts for tests: models, client data, a round to train in, an experiment."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,22 @@ def tiny_federation(data: Path, runs: Path) -> list[str]:
         "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
         "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "run.threads=1",
     ]  # fmt: skip
+
+
+METHOD = """
+from fedx_pl import Loss, SSLMethod
+class Mine(SSLMethod):
+    def loss(self, batch, z):
+        return Loss(a=((z.first - z.second) ** 2).mean())
+"""  # a module of one's own, to be written to a file
+
+
+def forget_modules(folder: Path) -> None:
+    """Forgets what was imported from a folder, as a new process would."""
+    for name, module in list(sys.modules.items()):
+        if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(folder):
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 class Watching(Silent):

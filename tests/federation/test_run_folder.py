@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Watching
+from helpers import METHOD, Watching, forget_modules
 from test_orchestrator import run
 
 from fedx_pl.config import compose
@@ -118,3 +118,89 @@ def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
     files = {file.name for file in (tmp_path / "run" / "clients").iterdir()}
     assert files == {f"{client:05d}_round_{n:05d}.safetensors" for client in range(3) for n in {best, 2}}
     assert not (tmp_path / "run" / "pending").exists()
+
+
+def edit(folder: Path, text: str, name: str = "mine") -> None:
+    """Writes a module and forgets it, as the next process would see it."""
+    (folder / f"{name}.py").write_text(text)
+    forget_modules(folder)
+
+
+@pytest.mark.parametrize("rounds_done", [1, 2])
+def test_an_edited_method_is_never_answered_with_the_old_numbers(
+    tiny: list[str], modules: Path, rounds_done: int
+) -> None:
+    """Whether the run is finished or not; what the message says to type works."""
+    words = [*tiny, "method=mine:Mine", "federation.rounds=2"]
+    edit(modules, "from scale import SCALE\n" + METHOD.replace("mean()", "mean() * SCALE"))
+    edit(modules, "SCALE = 1.0\n", "scale")
+    display = Watching()
+    if rounds_done < 2:
+        display.row = lambda row: exec("raise KeyboardInterrupt") if row["round"] == 1 else None  # type: ignore
+        with pytest.raises(KeyboardInterrupt):
+            run(compose(words), display)
+        folder = compose(words).run_folder
+    else:
+        folder = run(compose(words)).folder
+    edit(modules, "SCALE = 2.0\n", "scale")
+    with pytest.raises(UserError) as refused:
+        run(compose(words))
+    assert f"{folder} was trained with other code: scale.py changed since; type name=ANOTHER " in str(refused.value)
+    assert f"--fork {folder} for a new run from its weights, or delete {folder}" in str(refused.value)
+    assert run(compose([*words, "name=another"])).folder != folder
+    fork = [*words, f"fork={folder}", f"run.dir={modules / 'fork'}"]
+    assert run(compose(fork)).rows[-1]["round"] == 2
+    edit(modules, "SCALE = 3.0\n", "scale")
+    with pytest.raises(UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"):
+        run(compose(fork))
+    edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
+    assert run(compose(words)).rows[-1]["round"] == 2
+
+
+def test_a_method_that_failed_before_the_first_round_may_be_mended(tiny: list[str], modules: Path) -> None:
+    """Its folder is there and holds nothing that was trained; what clients finished is trained again."""
+    config = [*tiny, "method=mine:Mine"]
+    edit(modules, METHOD.replace("return", "assert self.local.client < 2; return"))
+    with pytest.raises(AssertionError):
+        run(compose(config))
+    folder = compose(config).run_folder
+    assert (folder / "config.yaml").exists()
+    edit(modules, METHOD)
+    mended = run(compose(config))
+    forget_modules(modules)
+    alone = run(compose([*config, f"run.dir={modules / 'alone'}"]))
+    assert [row["loss"] for row in mended.rows] == [row["loss"] for row in alone.rows]
+
+
+def test_a_run_that_does_not_say_which_code_trained_it_is_refused(tiny: list[str], modules: Path) -> None:
+    """As of version 0.1; one of a method of the package needs no record."""
+    edit(modules, METHOD)
+    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    (run(config).folder / "code.json").unlink()
+    with pytest.raises(UserError, match=r"does not say which code trained it, and mine\.py may have changed; type"):
+        run(config)
+    built_in = compose([*tiny, "federation.rounds=1"])
+    assert not (run(built_in).folder / "code.json").exists()
+    assert run(built_in).rows
+
+
+def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_again(
+    tiny: list[str], modules: Path
+) -> None:
+    edit(modules, METHOD)
+    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    config.run_folder.mkdir(parents=True)
+    (config.run_folder / "code.json").write_text("{")
+    assert run(config).rows
+
+
+def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: Path) -> None:
+    words = [*tiny, f"run.dir={tmp_path / 'run'}"]
+    run(compose(words))
+    display = Watching()
+    run(compose(words), display)
+    (note,) = display.notes
+    assert "this run is finished, with 2 of 2 rounds" in note
+    assert f"type run.dir=ANOTHER federation.rounds=4 --fork {tmp_path / 'run'}" in note
+    more = [*tiny, f"run.dir={tmp_path / 'more'}", "federation.rounds=4", f"fork={tmp_path / 'run'}"]
+    assert run(compose(more)).rows[-1]["round"] == 4

@@ -59,6 +59,16 @@ class Plan:
         """What holds the clients together beside the averaging."""
         return regularizers.make(self.config.regularizer)
 
+    @cached_property
+    def own_backbone(self) -> str:
+        """The class of a backbone that the method brought or changed; empty if it is the configuration's."""
+        images, size = self.data.train.images, self.augment.options.size
+        with torch.random.fork_rng(devices=[]):
+            given = backbones.build(self.config.backbone, channels=images.shape[3], image_size=size or images.shape[1])
+        trained = self.model.backbone
+        same = type(trained) is type(given) and repr(trained) == repr(given)
+        return "" if same else type(trained).__qualname__
+
     def first_state(self) -> State:
         """The global state before the first round."""
         return regularizers.join(self.model.shared_state(), self.regularizer.server_state(self.model))

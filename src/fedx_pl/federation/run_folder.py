@@ -8,12 +8,15 @@ from typing import IO
 import numpy as np
 from safetensors.torch import load_file
 
+from fedx_pl import foreign_code
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.pending import Pending
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
+from fedx_pl.foreign_code import Record
 from fedx_pl.methods.base import State
 
 FORK = "fork.safetensors"  # what a forked run began with
@@ -37,12 +40,15 @@ def open_run(
     """
     config, folder = plan.config, plan.config.run_folder
     file = folder / "config.yaml"
+    code = Record(foreign_code.require_current(type(plan.model)), plan.own_backbone)
     if file.exists():
         if config.run.resume == "never":
             raise UserError(f"{folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it")
         _refuse_other(load(file, trusted=config.method.name), config, folder)
         _refuse_other_images(plan, folder)
-    elif folder.is_dir() and any(not item.name.startswith(".") for item in folder.iterdir()):
+        if checkpoints.rounds():
+            _refuse_other_code(code, config, folder)
+    elif folder.is_dir() and any(not _is_ours(item.name) for item in folder.iterdir()):
         raise UserError(f"run.dir={folder} is not empty and holds no run; type run.dir=ANOTHER")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +63,9 @@ def open_run(
         if found is not None and found[0].config not in ("", config.hash):
             raise UserError(f"the newest checkpoint in {folder} is of another run; type run.dir=ANOTHER")
         first = None if found else _first_state(plan, folder, note)
+        if found is None and (foreign_code.read_record(folder) or Record()) != code:
+            Pending(folder).clear()  # Updates of a first round that other code began.
+        foreign_code.write_record(folder, code)  # Before the configuration, which makes it a run.
         write_atomically(file, config.to_yaml().encode())
         if plan.clients:  # Real sites keep to themselves which images they own.
             split, options = folder / "split.json", config.content()["partition"]
@@ -69,8 +78,25 @@ def open_run(
     if found is None:
         assert first is not None
         return held, (RunState(), first)
-    note(f"going on after round {found[0].round} of {config.federation.rounds}, from {folder}")
+    if found[0].round < config.federation.rounds:
+        note(f"going on after round {found[0].round} of {config.federation.rounds}, from {folder}")
+    else:
+        more = f"federation.rounds={2 * found[0].round}"
+        note(
+            f"this run is finished, with {found[0].round} of {config.federation.rounds} rounds in {folder}; to train "
+            f"on, type {_elsewhere(config, more)} --fork {folder}"
+        )
     return held, found
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file may be in a folder that holds no run yet."""
+    return name.startswith(".") or name == foreign_code.FILE
+
+
+def _elsewhere(config: Config, words: str) -> str:
+    """Words for a new run, and another folder if this one was named by hand."""
+    return f"run.dir=ANOTHER {words}".strip() if config.run.dir else words
 
 
 def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State:
@@ -117,6 +143,24 @@ def _refuse_other_images(plan: Plan, folder: Path) -> None:
         raise UserError(
             f"{folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
         )
+
+
+def _refuse_other_code(code: Record, config: Config, folder: Path) -> None:
+    """The same command may run a method that was edited since."""
+    before = foreign_code.read_record(folder)
+    if before is None and not code.modules:
+        return
+    if before is None:
+        what = f"does not say which code trained it, and {foreign_code.describe([*code.modules])} may have changed"
+    elif changed := foreign_code.differing(before.modules, code.modules):
+        what = f"was trained with other code: {foreign_code.describe(changed)} changed since"
+    else:
+        return
+    fork = _elsewhere(config, f"--fork {folder}")
+    another = "run.dir=ANOTHER" if config.run.dir else "name=ANOTHER"
+    raise UserError(
+        f"{folder} {what}; type {another} for a new run, {fork} for a new run from its weights, or delete {folder}"
+    )
 
 
 def _refuse_other(old: Config, new: Config, folder: Path) -> None:

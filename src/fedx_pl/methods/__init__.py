@@ -5,6 +5,7 @@ import sys
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
+from fedx_pl import foreign_code
 from fedx_pl.errors import UserError
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
 from fedx_pl.methods.byol import BYOL
@@ -64,4 +65,5 @@ def _check(name: str, found: object) -> type[SSLMethod]:
         raise UserError(f"method={name} is {found!r}, which is not a subclass of fedx_pl.SSLMethod")
     if found.loss is SSLMethod.loss:
         raise UserError(f"method={name} has no loss of its own; write def loss(self, batch, z)")
+    foreign_code.remember(found)
     return found

@@ -1,0 +1,288 @@
+"""The code of a run that is not part of this package: the user's method and what it imports.
+
+A run is its configuration and this code. It covers the modules that define the method and its base classes and, from
+there on, each module that these import, also within a function, if it is a file of the user's own: not Python's, not
+this package's, not of an installed library. A method that is installed itself counts with its whole package. A class
+without a file, as in a notebook, counts by its bytecode and by the globals that it names.
+
+Not covered: modules whose names are computed, and files that a method reads.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from fedx_pl.errors import UserError
+from fedx_pl.files import checksum, write_atomically
+from fedx_pl.methods.base import SSLMethod
+
+FILE = "code.json"  # in a run folder
+Code = dict[str, str]  # SHA-256 by name of module, or of class or function if it has no file
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
+_imported: WeakKeyDictionary[type, Code] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run folder says of the code that trained it."""
+
+    modules: Code = field(default_factory=dict)
+    backbone: str = ""  # the class of a backbone that the method brought; empty: the configuration's
+
+    @property
+    def hash(self) -> str:
+        """Sixteen digits for result files; empty if all code is this package's."""
+        return checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a run folder; None if it has none, as those of version 0.1, or if it cannot be read."""
+    try:
+        content = json.loads((folder / FILE).read_text())
+        modules = {str(name): str(sha256) for name, sha256 in content["modules"].items()}
+        return Record(modules, str(content["backbone"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Keeps a record, unless all code of the run is this package's."""
+    if record == Record():
+        (folder / FILE).unlink(missing_ok=True)
+    else:
+        write_atomically(folder / FILE, json.dumps(asdict(record), indent=1).encode())
+
+
+def code_of(method: type) -> Code:
+    """The code of a method as it is on disk now; empty for a method of this package."""
+    classes = [kind for kind in method.__mro__ if not _is_packaged(kind.__module__)]
+    walk = _Walk(homes={_top(kind.__module__) for kind in classes if issubclass(kind, SSLMethod)})
+    for kind in classes:
+        walk.visit(kind)
+    return dict(sorted(walk.found.items()))
+
+
+def hash_of(method: type) -> str:
+    """`Record.hash` of a method's code as it is on disk now."""
+    return Record(code_of(method)).hash
+
+
+def remember(method: type) -> None:
+    """Notes the code of a method that was imported just now, for `require_current`."""
+    if method not in _imported:
+        _imported[method] = code_of(method)
+
+
+def require_current(method: type) -> Code:
+    """The code of a method, which must be the one that this process runs.
+
+    Raises:
+        UserError: a file was edited after it was imported; Python would go on with the old content.
+    """
+    code = code_of(method)
+    before = _imported.get(method, code)
+    edited = [name for name in differing(before, code) if _locate(name).file]  # Others are never old.
+    if edited:
+        raise UserError(
+            f"{describe(edited)} was edited after this process imported it, which still has the old code; start "
+            f"Python (the notebook's kernel) again"
+        )
+    return code
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names whose content is not the same, or that only one of the two has."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+
+def describe(names: list[str]) -> str:
+    """The files of some modules for people, at most three of them."""
+    shown = [_short(file) if (file := _locate(name).file) else name for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class _Walk:
+    """Collects code from a class on."""
+
+    def __init__(self, homes: set[str]) -> None:
+        self.homes = homes  # top-level names of packages that count wherever they are installed
+        self.found: Code = {}
+        self._seen: set[str | int] = set()  # modules by name, objects by id
+
+    def visit(self, thing: type | FunctionType) -> None:
+        """Adds the module of a class or function, or the thing itself if it has no file."""
+        name, file = thing.__module__, _locate(thing.__module__).file
+        if name in sys.builtin_module_names or _is_packaged(name):
+            return
+        if file is None or (name == "__main__" and not _is_from(thing, file)):
+            self._visit_object(thing)
+        else:
+            self._visit_module(name)
+
+    def _visit_module(self, name: str) -> None:
+        if name in self._seen or _is_packaged(name):
+            return
+        self._seen.add(name)
+        if "." in name:
+            self._visit_module(name.rpartition(".")[0])
+        file, package, _ = _locate(name)
+        if file is None or (_top(name) not in self.homes and _is_library(file, name)):
+            return
+        try:
+            content = file.read_bytes()
+        except OSError:  # A module within an archive.
+            return
+        self.found[name] = checksum(content)
+        for imported in _imports(content, package) if file.suffix == ".py" else ():
+            self._visit_module(imported)
+
+    def _visit_object(self, thing: type | FunctionType) -> None:
+        if id(thing) in self._seen:
+            return
+        self._seen.add(id(thing))
+        name = f"{thing.__module__}.{thing.__qualname__}"
+        while name in self.found:  # Every lambda has the same name.
+            name += "'"
+        self.found[name] = ""
+        digest = hashlib.sha256()
+        for part in self._class_parts(thing) if isinstance(thing, type) else self._function_parts(thing):
+            digest.update(f"{part}\n".encode())
+        self.found[name] = digest.hexdigest()
+
+    def _class_parts(self, kind: type) -> Iterator[str]:
+        for base in kind.__bases__:
+            yield base.__qualname__
+            self.visit(base)
+        for name, value in vars(kind).items():
+            value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+            if isinstance(value, FunctionType):
+                yield name
+                yield from self._function_parts(value)
+            elif isinstance(value, _PLAIN) and not name.startswith("__"):
+                yield f"{name} = {value!r}"
+
+    def _function_parts(self, function: FunctionType) -> Iterator[str]:
+        function = inner if isinstance(inner := inspect.unwrap(function), FunctionType) else function
+        yield from _code_parts(function.__code__)
+        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # It is empty.
+                held.append(cell.cell_contents)
+        for value in held:
+            yield repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
+            if isinstance(value, FunctionType):
+                self.visit(value)
+        for name in sorted(_names(function.__code__)):
+            value = function.__globals__.get(name)
+            if isinstance(value, ModuleType):
+                self._visit_module(value.__name__)
+            elif isinstance(value, type | FunctionType):
+                self.visit(value)
+            elif name in function.__globals__ and isinstance(value, _PLAIN):
+                yield f"{name} = {value!r}"
+
+
+class _Place(NamedTuple):
+    """Where a module is."""
+
+    file: Path | None = None
+    package: str = ""  # that its relative imports start from
+    path: Sequence[str] | None = None  # where its sub-modules are; None: it is no package
+
+
+def _locate(name: str) -> _Place:
+    """Finds a module without importing anything; one that is not there has no file."""
+    module = sys.modules.get(name)
+    if module is not None:
+        file, path = getattr(module, "__file__", None), getattr(module, "__path__", None)
+        return _Place(Path(file) if file else None, module.__package__ or "", None if path is None else [*path])
+    parent, dot, _ = name.rpartition(".")
+    path = _locate(parent).path if dot else None
+    try:
+        spec = PathFinder.find_spec(name, path) if path is not None or not dot else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return _Place()
+    file, inner = spec.origin if spec.has_location else None, spec.submodule_search_locations
+    return _Place(Path(file) if file else None, spec.parent or "", None if inner is None else [*inner])
+
+
+def _imports(content: bytes, package: str) -> Iterator[str]:
+    """The names of all modules that a source file imports; of ``from a import b``, ``a.b`` may be no module."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            except (ImportError, ValueError):
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_packaged(name: str) -> bool:
+    return _top(name) == "fedx_pl"
+
+
+def _is_library(file: Path, name: str) -> bool:
+    """Whether a file was installed: what pip puts into a folder has its ``*.dist-info`` beside it."""
+    levels = name.count(".") + (file.name == "__init__.py")
+    home = file.parents[levels] if levels < len(file.parents) else file.parent
+    python = Path(sysconfig.get_paths()["stdlib"])
+    return file.resolve().is_relative_to(python.resolve()) or home.name == "site-packages" or _has_installed(home)
+
+
+@cache
+def _has_installed(folder: Path) -> bool:
+    return next(folder.glob("*.dist-info"), None) is not None
+
+
+def _is_from(thing: type | FunctionType, file: Path) -> bool:
+    """Whether something in ``__main__`` is from the script's file, not typed behind it."""
+    functions = [thing] if isinstance(thing, FunctionType) else vars(thing).values()
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    return all(Path(code.co_filename).resolve() == file.resolve() for code in codes)
+
+
+def _code_parts(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _code_parts(value)
+        elif isinstance(value, frozenset):  # Its order depends on the hash seed of the process.
+            yield repr(sorted(map(repr, value)))
+        else:
+            yield repr(value)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [value for value in code.co_consts if isinstance(value, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _short(file: Path) -> str:
+    resolved, here = file.resolve(), Path.cwd()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(resolved)
