@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import EXPERIMENTS, definition
+from helpers import EXPERIMENTS, METHOD, definition, forget_modules
 from rich.console import Console
 
-from fedx_pl import revisit
+from fedx_pl import methods, revisit
 from fedx_pl.cli import main
 from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
 from fedx_pl.files import lock
+from fedx_pl.foreign_code import Record, code_of, write_record
+from fedx_pl.reporting.results import changes, read_result
 from fedx_pl.runner import Job, Sweep, places
 
 
@@ -354,3 +356,44 @@ def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
 def test_a_sweep_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", *words, "--definitions", str(EXPERIMENTS)]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) -> None:
+    """Nor does the folder of its run. Code as it was counts again; a file that says nothing of it stays readable."""
+    (modules / "mine.py").write_text(METHOD)
+    job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
+    assert job.next_command() == ["train", *job.overrides]  # Who knows what trained it.
+    write_record(job.folder, Record(code_of(methods.find("mine:Mine"))))
+    assert job.next_command()[:3] == ["evaluate", str(job.folder), "semi"]
+    assert "allow_code=true" in job.next_command()
+    evaluated(job, "semi")
+    sweep([job], tmp_path)
+    results, file = tmp_path / "results", tmp_path / "results" / f"{job.name}.json"
+    assert len(json.loads(file.read_text())["code"]) == 16
+    assert Sweep([job], results, 1, Console()).done == [job]
+
+    (modules / "mine.py").write_text(METHOD.replace("mean()", "sum()"))
+    forget_modules(modules)
+    assert Sweep([job], results, 1, Console()).waiting == [job]
+    assert job.next_command() == ["train", *job.overrides]
+    (difference,) = changes(read_result(file), job.config)
+    assert difference.startswith("the code of method=mine:Mine was ")
+
+    (modules / "mine.py").write_text(METHOD)
+    forget_modules(modules)
+    assert Sweep([job], results, 1, Console()).done == [job]
+    content = json.loads(file.read_text())
+    del content["code"]
+    file.write_text(json.dumps(content))
+    assert changes(read_result(file), job.config) == []
+    assert Sweep([job], results, 1, Console()).waiting == [job]
+
+
+def test_a_result_of_a_method_of_the_package_needs_no_code(tmp_path: Path) -> None:
+    job = finished(job_in(tmp_path))
+    sweep([job], tmp_path)
+    file = tmp_path / "results" / f"{job.name}.json"
+    content = json.loads(file.read_text())
+    assert content.pop("code") == ""
+    file.write_text(json.dumps(content))
+    assert Sweep([job], tmp_path / "results", 1, Console()).done == [job]

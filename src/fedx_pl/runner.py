@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from fedx_pl import foreign_code, methods
 from fedx_pl.config import Config, compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.files import is_locked, write_atomically
@@ -86,12 +87,23 @@ class Job:
         return f"{self.rounds_done()}/{self.config.federation.rounds}"
 
     def trained(self) -> bool:
-        """Whether training has come to its end, with this very configuration: the hash does not show a new default."""
-        done = (self.folder / "encoder.safetensors").exists() and self.rounds_done() >= self.config.federation.rounds
-        return (
-            done
-            and load(self.folder / "config.yaml", trusted=self.config.method.name).content() == self.config.content()
-        )
+        """Whether training has come to its end, with this very configuration and with today's code of the method.
+
+        The hash shows neither a new default nor an edited method.
+        """
+        if not (self.folder / "encoder.safetensors").exists() or self.rounds_done() < self.config.federation.rounds:
+            return False
+        before = load(self.folder / "config.yaml", trusted=self.config.method.name)
+        return before.content() == self.config.content() and self.trained_code() == self.code()
+
+    def code(self) -> str:
+        """The hash of the method's code as it is now; empty for a method of this package."""
+        return foreign_code.hash_of(methods.find(self.config.method.name))
+
+    def trained_code(self) -> str:
+        """The hash of the code that the run folder was trained with."""
+        record = foreign_code.read_record(self.folder)
+        return record.hash if record else ""
 
     def next_command(self) -> list[str] | None:
         """What is still to be done for this run, as arguments of ``fedx-pl``."""
@@ -99,6 +111,8 @@ class Job:
             return ["train", *self.overrides]
         left = [kind for kind in self.evaluate if read_evaluation(self.folder, kind, self.config) is None]
         how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
+        if ":" in self.config.method.name:
+            how.append("allow_code=true")  # The sweep's own definition names it, and it has just trained.
         return ["evaluate", str(self.folder), left[0], *how] if left else None
 
 
@@ -147,7 +161,8 @@ def collect(job: Job) -> dict[str, Any]:
     evaluations = {kind: results for kind, results in found.items() if results is not None}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
-        "profile": job.config.profile, "commit": job.commits(), "machine": machine(job.config),
+        "profile": job.config.profile, "commit": job.commits(), "code": job.trained_code(),
+        "machine": machine(job.config),
         "seconds": round(metrics["seconds"], 1), "config": job.config.content(), "untrained": metrics["untrained"],
         "rounds": [{key: _short(value) for key, value in row.items()} for row in metrics["rounds"]],
         "evaluations": evaluations,
@@ -236,7 +251,7 @@ class Sweep:
         return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
 
     def _is_done(self, job: Job) -> bool:
-        """Whether its result is there, whole, with all evaluations, and made with the values of today's defaults."""
+        """Whether its result is there, whole, with all evaluations, and made with today's defaults and code."""
         found = self._evaluations(job)
         return found is not None and all(kind in found for kind in job.evaluate)
 
@@ -244,7 +259,7 @@ class Sweep:
         """Those in its result; None without a result that counts."""
         with contextlib.suppress(OSError, ValueError):
             result = read_result(self.results / f"{job.name}.json")
-            return None if changes(result, job.config) else result.evaluations
+            return None if changes(result, job.config) or result.code != job.code() else result.evaluations
         return None
 
     def _start(self) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fedx_pl import foreign_code, methods
 from fedx_pl.config import Config, compose, flat
 from fedx_pl.errors import UserError
 from fedx_pl.sweep import Experiment, Labels
@@ -27,6 +28,7 @@ class Result:
     seed: int
     profile: str
     commit: str
+    code: str  # hash of the method's code; empty if it is the package's, and in older files
     machine: str
     seconds: float
     config: Mapping[str, Any]  # dotted keys
@@ -121,6 +123,7 @@ def _checked(content: Any) -> Result:
         seed=int(content["seed"]),
         profile=str(content["profile"]),
         commit=str(content["commit"]),
+        code=str(content.get("code", "")),
         machine=str(content["machine"]),
         seconds=float(content["seconds"]),
         # Results that do not say which labels were used are older than the choice: those of `data.limit` images.
@@ -139,9 +142,10 @@ def _checked(content: Any) -> Result:
 
 
 def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list[str]:
-    """In what a result's configuration differs from today's; a key that only one of them has does not matter.
+    """In what a result's configuration or code differs from today's.
 
-    A changed default does not show in the hash: the stored values tell.
+    A changed default or an edited method does not show in the hash: the stored values tell. A key that only one of
+    them has does not matter, nor does code of which an older file says nothing.
 
     Args:
         result: of a finished run.
@@ -152,7 +156,10 @@ def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list
     if not then["data.limit"]:
         ignored = [*ignored, LABELS]  # All labels, whichever way it is said.
     differing = [key for key in now if key in then and key not in ignored and now[key] != then[key]]
-    return [f"{key} was {then[key]}, is {now[key]}" for key in differing]
+    found = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
+    if result.code and result.code != (code := foreign_code.hash_of(methods.find(config.method.name))):
+        found.append(f"the code of method={config.method.name} was {result.code}, is {code or 'the package'}")
+    return found
 
 
 def settings(config: Config) -> dict[str, Any]:
