@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import EXPERIMENTS
 from simsiam import SimSiam
 from torch import nn
 
@@ -14,6 +15,8 @@ from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
 from fedx_pl.config import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
 from fedx_pl.errors import UserError
 from fedx_pl.federation.plan import build_model
+from fedx_pl.reporting.results import match, read_results
+from fedx_pl.sweep import load_experiment
 
 
 def test_the_defaults_are_the_paper_s() -> None:
@@ -233,3 +236,17 @@ def test_a_preset_gives_the_probe_its_values_and_own_keys_win() -> None:
     assert compose(["evaluation.linear.preset=fedx"]).hash == compose([]).hash
     with pytest.raises(UserError, match=r"evaluation.linear.preset=other.*fedx or fedema"):
         compose(["evaluation.linear.preset=other"])
+
+
+def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
+    """Profiles choose one for folders; CIFAR-10 has its own. Results that recorded one are found under their names."""
+    small = compose(["profile=mini"])
+    assert small.data.image_size == 0
+    assert "image_size" not in small.content()["data"]
+    results, _ = read_results(EXPERIMENTS / "results" / "mini")
+    older = [result for result in results if result.config.get("data.image_size") == 64]
+    outdated: dict[str, list[str]] = {}
+    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).found
+    assert outdated == {}
+    assert compose(["profile=mini", "data=folder"]).data.image_size == 64
+    assert compose(["data=folder"]).hash != compose(["data=folder", "data.image_size=32"]).hash

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import METHOD, forget_modules, tiny_federation
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -178,3 +179,72 @@ def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: py
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no readable images"):
         Encoder.of(run).embed_folder(tmp_path / "empty")
+
+
+OWN_BACKBONE = f"""
+import torch
+from torch import nn
+{METHOD}
+class TinyNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feature_dim, self.layer = 12, nn.Conv2d(3, 12, 3)
+    def forward(self, x):
+        return torch.tanh(self.layer(x)).mean((2, 3))
+class Bringing(Mine):
+    def __init__(self, backbone, **base):
+        super().__init__(TinyNet(), **base)
+class Changing(Mine):
+    def __init__(self, backbone, **base):
+        backbone.relu = nn.GELU()  # The same weights in another network.
+        super().__init__(backbone, **base)
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Bringing", "TinyNet"), ("Changing", "ResNet")])
+def test_a_backbone_that_the_method_brings_is_announced_exported_and_embeds(
+    tiny_root: Path, pictures: Path, modules: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every format gives what the run's own network gives; code is imported only if that is allowed."""
+    (modules / "mine.py").write_text(OWN_BACKBONE)
+    folder = modules / "run"
+    words = [*tiny_federation(tiny_root, modules), f"method=mine:{kind}", "federation.rounds=1", f"run.dir={folder}"]
+    assert cli.main(["train", *words]) == 0
+    shown = capsys.readouterr().out
+    assert f"\n{name}, 240 images, 32-true on " in shown
+    assert "resnet10" not in shown
+    assert cli.main(["export", str(folder), "--to", "torch"]) == 2
+    assert f"trained {name}, a backbone that its method brings; its code is run to make it" in capsys.readouterr().err
+    assert cli.main(["export", str(folder), "--to", "torch", "--allow-code"]) == 0
+    program = torch.export.load(folder / "encoder-torch.pt2").module()
+    import mine
+
+    network = mine.TinyNet() if kind == "Bringing" else Encoder.of(folder, allow_code=True).backbone
+    network.load_state_dict(load_file(folder / "encoder.safetensors"))
+    encoder = Encoder.of(folder, allow_code=True)
+    expected = network.eval()((images() - encoder.mean) / encoder.std)
+    torch.testing.assert_close(program(images()), expected, atol=1e-5, rtol=1e-4)
+    if kind == "Changing":
+        assert isinstance(encoder.backbone.relu, torch.nn.GELU)
+    else:
+        assert cli.main(["export", str(folder), "--to", "torchvision", "--allow-code"]) == 2
+        assert "torchvision has no TinyNet; type --to torch or --to onnx" in capsys.readouterr().err
+    table = modules / "e.npz"
+    assert cli.main(["embed", str(folder), str(pictures), "-o", str(table), "--allow-code"]) == 0
+    capsys.readouterr()
+    (modules / "mine.py").write_text(OWN_BACKBONE + "# edited\n")
+    forget_modules(modules)
+    assert cli.main(["export", str(folder), "--to", "safetensors", "--allow-code"]) == 0
+    assert "mine.py changed since" in capsys.readouterr().out
+
+
+def test_a_method_of_one_s_own_with_the_given_backbone_is_exported_without_its_code(
+    tiny_root: Path, modules: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (modules / "mine.py").write_text(METHOD)
+    words = [*tiny_federation(tiny_root, modules), "method=mine:Mine", "federation.rounds=1", "run.dir=run"]
+    assert cli.main(["train", *words]) == 0
+    assert "\nresnet10, 240 images, " in capsys.readouterr().out
+    (modules / "mine.py").unlink()
+    forget_modules(modules)
+    assert cli.main(["export", "run", "--to", "torch"]) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_federation
+from helpers import METHOD, forget_modules, tiny_federation
 from torch import nn
 
 from fedx_pl import revisit
@@ -278,3 +278,20 @@ def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
     assert (run / "evaluation" / f"knn_round_{rounds[0]['round']:05d}.json").exists()
     with pytest.raises(UserError, match=r"no checkpoint of round 99 .*there are: 1, 2.*run.keep"):
         evaluate_run(run, ["knn"], report=silent, round=99)
+
+
+def test_weights_are_measured_with_edited_code_and_not_trained_with_it(tiny_root: Path, modules: Path) -> None:
+    (modules / "mine.py").write_text(METHOD)
+    folder = train(*tiny_federation(tiny_root, modules), "method=mine:Mine", "federation.rounds=1")
+    said: list[str] = []
+    found = evaluate_run(folder, ["knn", "geometry"], report=said.append, allow_code=True)
+    assert not [line for line in said if line.startswith("note:")]
+    (modules / "mine.py").write_text(METHOD.replace("mean()", "sum()"))
+    forget_modules(modules)
+    assert evaluate_run(folder, ["knn"], report=said.append, allow_code=True)["knn"] == found["knn"]
+    assert [line for line in said if line.startswith("note: mine.py changed since")]
+    with pytest.raises(UserError, match=r"geometry trains clients once more, and mine\.py changed since .* linear knn"):
+        evaluate_run(folder, ["geometry"], report=silent, allow_code=True)
+    (folder / "code.json").unlink()
+    evaluate_run(folder, ["knn"], report=said.append, allow_code=True)
+    assert [line for line in said if "does not say which code trained it" in line]

@@ -45,7 +45,7 @@ class Federation:
         """The trained encoder, in eval mode on the CPU."""
         from fedx_pl.encoder import Encoder
 
-        return Encoder.of(self.folder)
+        return Encoder.of(self.folder, allow_code=True)  # This process has run it.
 
     @cached_property
     def history(self) -> pandas.DataFrame:

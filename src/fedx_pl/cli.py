@@ -250,6 +250,7 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
             metavar="N",
             help="an older round that was kept, or the best on the test images",
         )
+        command.add_argument("--allow-code", action="store_true", help="let a method that brings its backbone make it")
         command.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")
     for command in (embed, neighbours):

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,6 +13,9 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import prepare
 from fedx_pl.stopping import stopped_by_signals
+
+if TYPE_CHECKING:
+    from fedx_pl.encoder import Encoder
 
 HERE = Path("experiments")  # in a checkout, or of the user's own
 PACKAGED = Path(__file__).parent / "experiments"
@@ -142,15 +146,23 @@ def export(options: argparse.Namespace) -> None:
     """Writes a run's encoder for use without this package."""
     from fedx_pl import encoder
 
-    file, line = encoder.export(options.run, options.to, options.out, options.round)
+    with terminal.grouped_warnings(terminal.make_console()):
+        file, line = encoder.export(options.run, options.to, options.out, options.round, allow_code=options.allow_code)
     print(f"{file}\nload it with: {line}")
+
+
+def _encoder(options: argparse.Namespace) -> "Encoder":
+    from fedx_pl.encoder import Encoder
+
+    with terminal.grouped_warnings(terminal.make_console()):
+        return Encoder.of(options.run, options.round, allow_code=options.allow_code)
 
 
 def embed(options: argparse.Namespace) -> None:
     """Writes the features of a folder of images."""
-    from fedx_pl.encoder import Encoder, write_table
+    from fedx_pl.encoder import write_table
 
-    paths, features = Encoder.of(options.run, options.round).embed_folder(options.images)
+    paths, features = _encoder(options).embed_folder(options.images)
     write_table(options.out, paths, features)
     print(f"{options.out}: {len(paths):,} images, {features.shape[1]} features each")
 
@@ -158,9 +170,8 @@ def embed(options: argparse.Namespace) -> None:
 def neighbours(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
     from fedx_pl import neighbours
-    from fedx_pl.encoder import Encoder
 
-    found = neighbours.find(Encoder.of(options.run, options.round), options.query, options.images, options.count)
+    found = neighbours.find(_encoder(options), options.query, options.images, options.count)
     neighbours.contact_sheet(options.out, options.query, options.images, found)
     for path, like in found:
         print(f"{like:.3f}  {path}")

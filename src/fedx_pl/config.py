@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedx_pl import methods
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import AugmentOptions
+from fedx_pl.data.images import RESIZED
 from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
 from fedx_pl.errors import UserError
@@ -114,6 +115,8 @@ class Config:
         # For a folder the root says which images, for the others only where they lie.
         if self.data.name != "folder":
             del content["data"]["root"]
+        if self.data.name not in RESIZED:
+            del content["data"]["image_size"]
         return content
 
     @cached_property
@@ -127,8 +130,10 @@ class Config:
 
     def unusual(self) -> dict[str, Any]:
         """What differs from the defaults, and the method's name, by dotted key."""
-        usual = _usual(self.method.name)
-        return {k: v for k, v in flat(self.content()).items() if k == "method.name" or usual.get(k, ...) != v}
+        usual, content = _usual(self.method.name), flat(self.content())
+        if self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
+            content["data.image_size"] = 64  # They once set it for all data sets: runs keep their names.
+        return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
 
     @property
     def run_name(self) -> str:
@@ -209,6 +214,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     for name, mixin in MIXINS.items():
         if issubclass(methods.find(chosen["method"]), mixin):
             schema[name].enabled = True
+    if schema.data.name not in RESIZED:
+        schema.data.image_size = 0  # Profiles set it for those that have it.
     if not schema.name:
         schema.name = _default_name(schema)
     return _frozen(schema)
@@ -290,7 +297,7 @@ def _prototype(method_name: str) -> DictConfig:
 @cache
 def _usual(method_name: str) -> dict[str, Any]:
     """The defaults as dotted keys and values."""
-    return flat(_frozen(_schema(method_name)).content())
+    return {"data.image_size": 0} | flat(_frozen(_schema(method_name)).content())
 
 
 def _frozen(schema: DictConfig) -> Config:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
+from torchvision.models.resnet import ResNet
 
-from fedx_pl import backbones
-from fedx_pl.config import Config, from_tree
+from fedx_pl import backbones, foreign_code, methods
+from fedx_pl.config import Config, from_tree, load
 from fedx_pl.data.decode import decode
 from fedx_pl.data.folder import list_files
 from fedx_pl.data.images import DataOptions
-from fedx_pl.data.sources import stored_side
+from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.federation.plan import normalisation
+from fedx_pl.federation.plan import build_model, normalisation
 from fedx_pl.files import tensor_bytes, write_atomically
 
 FORMATS = ("safetensors", "torchvision", "torch", "onnx")
@@ -63,12 +66,13 @@ class Encoder(nn.Module):
         return self.mean.shape[1]
 
     @classmethod
-    def of(cls, run: str | Path, round: int | None = None) -> Encoder:
+    def of(cls, run: str | Path, round: int | None = None, *, allow_code: bool = False) -> Encoder:
         """The encoder of a run, in eval mode on the CPU.
 
         Args:
             run: its folder.
             round: of an older checkpoint that was kept, or the best; the newest if not given.
+            allow_code: the run's backbone may be a class outside this package, whose module is then imported.
         """
         folder = Path(run)
         config = _config(folder)
@@ -79,13 +83,13 @@ class Encoder(nn.Module):
         weights = {
             name.removeprefix("backbone."): tensor for name, tensor in found[1].items() if name.startswith("backbone.")
         }
-        side = _side(config)
+        side, channels = _side(config), stored_channels(config.data)
+        backbone = _backbone(folder, config, channels, side, allow_code)
         try:
-            channels = weights["conv1.weight"].shape[1]
-            backbone = backbones.build(config.backbone, channels=channels, image_size=side)
             backbone.load_state_dict(weights)
-        except (KeyError, IndexError, RuntimeError) as error:
-            raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
         return cls(backbone, *normalisation(config, channels), side).eval()
 
     def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
@@ -111,7 +115,9 @@ class Encoder(nn.Module):
         return extract(self, images, lambda batch: batch.permute(0, 3, 1, 2).float() / 255)
 
 
-def export(run: Path, to: str, file: Path | None = None, round: int | None = None) -> tuple[Path, str]:
+def export(
+    run: Path, to: str, file: Path | None = None, round: int | None = None, *, allow_code: bool = False
+) -> tuple[Path, str]:
     """Writes the encoder of a run in a format that others read without this package.
 
     Args:
@@ -119,13 +125,14 @@ def export(run: Path, to: str, file: Path | None = None, round: int | None = Non
         to: one of `FORMATS`.
         file: where; RUN/encoder-FORMAT.SUFFIX if not given.
         round: see `Encoder.of`.
+        allow_code: see `Encoder.of`.
 
     Returns:
         The file, and the line of Python that loads it.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    encoder = Encoder.of(run, round)
+    encoder = Encoder.of(run, round, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
     write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
     return file, write(encoder, file, _config(run))
@@ -157,8 +164,12 @@ def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:
 def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
     """A state dict for torchvision's own network, which has a stem for large images and the full width."""
     backbone, name = encoder.backbone, config.backbone.name
-    conv1 = backbone.conv1
-    assert isinstance(conv1, nn.Conv2d)
+    conv1 = getattr(backbone, "conv1", None)
+    if type(backbone) is not ResNet or not isinstance(conv1, nn.Conv2d):
+        raise UserError(
+            f"--to torchvision: torchvision has no {type(backbone).__qualname__}; type --to torch or --to onnx, which "
+            f"carry the network"
+        )
     if config.backbone.width != 64 or conv1.kernel_size != (7, 7) or encoder.channels != 3 or name == "resnet10":
         raise UserError(
             f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
@@ -174,7 +185,14 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
 def _torch(encoder: Encoder, file: Path, config: Config) -> str:
     batch = torch.export.Dim("batch", min=1)
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
-    program = torch.export.export(encoder, (example,), dynamic_shapes={"images": {0: batch}})
+    try:
+        program = torch.export.export(encoder, (example,), dynamic_shapes={"images": {0: batch}})
+    except Exception as error:  # Whatever a network of the user's own does that cannot be traced.
+        reason = str(error).strip().partition("\n")[0]
+        name = type(encoder.backbone).__qualname__
+        raise UserError(
+            f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for its weights"
+        ) from error
     torch.export.save(program, file)
     return f'encoder = torch.export.load("{file}").module()'
 
@@ -204,6 +222,28 @@ def _config(folder: Path) -> Config:
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
     return from_tree(parts | {"method": {"name": "simclr"}}, str(file))
+
+
+def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code: bool) -> nn.Module:
+    """The network of a run with fresh weights: the configuration's, or the one that the method brings."""
+    record = foreign_code.read_record(folder)
+    if not (record.backbone if record else allow_code):  # Without a record, who allows it means it.
+        return backbones.build(config.backbone, channels=channels, image_size=side)
+    if record and not allow_code:
+        raise UserError(
+            f"{folder} trained {record.backbone}, a backbone that its method brings; its code is run to make it: if "
+            f"you trust it, add --allow-code (in Python, allow_code=True)"
+        )
+    whole = load(folder / "config.yaml", trusted="*")
+    code = foreign_code.code_of(methods.find(whole.method.name))
+    if changed := foreign_code.differing(record.modules, code) if record else []:
+        warnings.warn(
+            f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights are put into the "
+            f"network of today",
+            stacklevel=3,
+        )
+    whole = replace(whole, fedca=replace(whole.fedca, enabled=False))  # It has no part in the backbone.
+    return build_model(whole, channels=channels, image_size=side).backbone
 
 
 def _side(config: Config) -> int:

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedx_pl import foreign_code, methods
 from fedx_pl.config import Config, compose, load
 from fedx_pl.data import partition
+from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import finetune, geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext
-from fedx_pl.federation.plan import Plan, prepare
+from fedx_pl.federation.plan import Plan, assemble, prepare
 from fedx_pl.files import write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
@@ -51,6 +53,7 @@ def evaluate_run(
     round: int | None = None,
     *,
     allow_code: bool = False,
+    data: ImageData | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measures a checkpoint of a run and writes what it finds to ``RUN/evaluation/KIND.json``.
 
@@ -62,6 +65,7 @@ def evaluate_run(
         tick: called with (steps done, steps in all) while something is trained, from the start for every kind.
         round: whose checkpoint; the newest one's unless given. Results of an older one go to ``KIND_round_00012.json``.
         allow_code: the run's method may be a class outside this package, whose module is then imported.
+        data: the images of the run, if it was made from arrays; loaded as the run's configuration says if not given.
 
     Returns:
         The results by kind::
@@ -78,13 +82,20 @@ def evaluate_run(
         Angles are in degrees. What is not finite is left out, and so is what needs labels where there are none.
 
     Raises:
-        UserError: no such run or kind, a key that cannot be changed, nothing trained yet, or no labels.
+        UserError: no such run or kind, a key that cannot be changed, nothing trained yet, no labels, arrays that were
+            not given, or geometry, which trains, with other code than the run's.
     """
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no evaluation {kind!r}; type one of {', '.join(KINDS)}")
     config = _changed(_read(folder, allow_code), overrides)
-    run = _open(folder, config, report, round, train="geometry" in kinds)
+    if config.data.name == ARRAYS and data is None:
+        raise UserError(
+            f"{folder} was trained on arrays that were brought from Python, and no command can load them; in Python, "
+            f"type fedx_pl.revisit.evaluate_run(Path({str(folder)!r}), {[*kinds]}, data=DATA) with the same ImageData"
+        )
+    _compare_code(folder, config, report, train="geometry" in kinds)
+    run = _open(folder, config, report, round, train="geometry" in kinds, data=data)
     suffix = "" if round is None else f"_round_{round:05d}"
     if not run.plan.evaluator.possible and (labelled := [kind for kind in kinds if kind != "geometry"]):
         raise UserError(
@@ -170,7 +181,26 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
     return replace(options, **{first: _replaced(getattr(options, first), rest, value) if rest else value})
 
 
-def _open(folder: Path, config: Config, report: Report, round: int | None, *, train: bool) -> _Run:
+def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) -> None:
+    """Weights may be measured with code that was edited since, which is told; they are not trained with it."""
+    before, code = foreign_code.read_record(folder), foreign_code.code_of(methods.find(config.method.name))
+    if before is None and code:
+        report(f"note: {folder} does not say which code trained it; it is measured with the code of today")
+    changed = foreign_code.differing(before.modules, code) if before else []
+    if not changed:
+        return
+    files = foreign_code.describe(changed)
+    if train:
+        raise UserError(
+            f"geometry trains clients once more, and {files} changed since {folder} was trained; put the old code "
+            f"back, or type fedx-pl evaluate {folder} linear knn semi, which only use its weights"
+        )
+    report(f"note: {files} changed since {folder} was trained; its weights are measured with the code of today")
+
+
+def _open(
+    folder: Path, config: Config, report: Report, round: int | None, *, train: bool, data: ImageData | None
+) -> _Run:
     """The run as a round left it; without ``train`` it is only looked at, and its loss is not needed."""
     checkpoints = Checkpoints(folder)
     found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
@@ -178,13 +208,15 @@ def _open(folder: Path, config: Config, report: Report, round: int | None, *, tr
         raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
     state, global_state = found
     # FedCA's base is not in the run folder, and has no part in the weights.
-    plan = prepare(config if train else _replaced(config, "fedca.enabled", False), report)
+    config = config if train else _replaced(config, "fedca.enabled", False)
+    plan = prepare(config, report) if data is None else assemble(config, data, [])
     try:
         clients = partition.load(
             folder / "split.json", fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images)
         )
     except UserError as error:  # It speaks of `partition.file`, which the user did not give here.
-        raise UserError(f"{folder} was trained on other images; type data.root=FOLDER with those images") from error
+        instead = "type data.root=FOLDER with those images" if data is None else "give those as data"
+        raise UserError(f"{folder} was trained on other images; {instead}") from error
     report(f"{config.name}: round {state.round} of {config.federation.rounds}, on {plan.device}")
     plan.model.to(plan.device)
     global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}

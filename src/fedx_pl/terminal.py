@@ -24,6 +24,7 @@ from fedx_pl.federation.client import Update
 from fedx_pl.federation.orchestrator import Result
 from fedx_pl.federation.plan import Plan
 from fedx_pl.files import size_of
+from fedx_pl.methods import BUILT_IN
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 FILES = {  # of a run folder, for people
@@ -240,8 +241,9 @@ def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """The numbers of `fedx-pl evaluate`, one per row."""
     table = Table("", "", title="evaluation", title_justify="left", show_header=False)
     for kind, numbers in found.items():
-        for key, value in flat(numbers, f"{kind}.").items():
+        for key, value in flat(numbers).items():
             if isinstance(value, int | float):
+                key = key if key.startswith(f"{kind}_") else f"{kind}.{key}"
                 table.add_row(key, f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
     return table
 
@@ -260,10 +262,11 @@ def duration(seconds: float) -> str:
 
 def announcement(config: Config) -> str:
     """What will run, before anything does."""
-    federation, backbone = config.federation, config.backbone
+    federation = config.federation
+    backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""  # Others may bring one.
     lines = [
         f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
-        f"{backbone.name}, seed {config.seed}"
+        f"{backbone}seed {config.seed}"
     ]
     if config.profile == "cpu":
         lines.append("profile cpu: a thin network, a subset of the images, few rounds: a quick look.")
@@ -276,7 +279,8 @@ def expectation(plan: Plan, seconds: float) -> str:
     cuda = plan.device.type == "cuda"
     threads = torch.get_num_threads()
     where = torch.cuda.get_device_name(plan.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
-    line = f"{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
+    backbone = "" if plan.config.method.name in BUILT_IN else f"{plan.own_backbone or plan.config.backbone.name}, "
+    line = f"{backbone}{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
     if not cuda and seconds > 3600:
         line += "\nWithout a GPU, profile=cpu gives a small result in minutes."
     if not cuda and threads > 1 and _cores_are_busy():

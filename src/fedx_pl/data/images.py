@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 DATASETS: tuple[str, ...] = ("cifar10", "cifar100", "svhn", "fmnist", "imagenet10", "folder")
+ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
+RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class ImageData:
         fingerprint: short hash of the content and of the subset taken; split files store it.
         skipped: files in the folder that are no readable images.
         whole_train: all training images where ``data.limit`` has left some out of ``train``.
+        options: what it was loaded with; ``None`` for arrays of one's own.
     """
 
     name: str
@@ -112,6 +115,7 @@ class ImageData:
     source: str
     fingerprint: str
     skipped: int = 0
+    options: DataOptions | None = None
     whole_train: Split | None = None
 
     @property

@@ -20,7 +20,7 @@ from fedx_pl.data import cache, fetch, folder, named
 from fedx_pl.data.cache import CacheError
 from fedx_pl.data.fetch import FetchError
 from fedx_pl.data.formats import FormatError, one_line
-from fedx_pl.data.images import DATASETS, DataOptions, ImageData, Split, cache_folder, root_folder
+from fedx_pl.data.images import ARRAYS, DATASETS, DataOptions, ImageData, Split, cache_folder, root_folder
 from fedx_pl.data.named import Layout, NamedSet, RawSet
 from fedx_pl.errors import UserError
 from fedx_pl.seeding import derive
@@ -51,14 +51,27 @@ def load(options: DataOptions, seed: int = 0, report: Report = print) -> ImageDa
         data = folder.load_imagenet(options, report)
     else:
         data = _load_named(options, report)
-    return _subset(data, options, seed)
+    return replace(_subset(data, options, seed), options=options)
 
 
 def stored_side(options: DataOptions) -> int:
     """Side length of a dataset's images, without loading it."""
+    return _stored_shape(options)[0]
+
+
+def stored_channels(options: DataOptions) -> int:
+    """Number of channels of a dataset's images, without loading it."""
+    return _stored_shape(options)[1]
+
+
+def _stored_shape(options: DataOptions) -> tuple[int, int]:
+    channels = 1 if options.grayscale else 3
+    if options.name == ARRAYS:
+        return options.image_size, len(options.mean) or channels
     if options.name in folder.SIDES:
-        return options.image_size or folder.SIDES[options.name]
-    return named.named_set(options.name).shape[0]
+        return options.image_size or folder.SIDES[options.name], channels if options.name == "folder" else 3
+    _, side, channels = named.named_set(options.name).shape
+    return side, channels
 
 
 def describe(data: ImageData) -> str:
@@ -87,6 +100,11 @@ def describe(data: ImageData) -> str:
 
 
 def _check(options: DataOptions) -> None:
+    if options.name == ARRAYS:
+        raise UserError(
+            "data.name=arrays: these images were brought from Python, and only the script that has them can use them; "
+            "there, type engine=serial, and evaluate_run(RUN, KINDS, data=IMAGES) to evaluate"
+        )
     if options.name not in DATASETS:
         near = difflib.get_close_matches(options.name.lower().replace("-", ""), DATASETS, n=1, cutoff=0.4)
         hint = f"did you mean data.name={near[0]}? " if near else ""

@@ -14,9 +14,10 @@ import torch
 
 from fedx_pl import backbones, methods
 from fedx_pl.allocator import keep_freed_memory
-from fedx_pl.config import Config
-from fedx_pl.data import partition, sources
+from fedx_pl.config import Config, compose
+from fedx_pl.data import cache, partition, sources
 from fedx_pl.data.augment import Augment
+from fedx_pl.data.images import ARRAYS, DataOptions
 from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import UserError, require
@@ -204,11 +205,14 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
     """Builds the model for data that is there already.
 
     Args:
-        config: of the run.
-        data: to train on, or to evaluate on.
+        config: of the run. For arrays of one's own, ``data.*`` of the plan's says what they are: ``data.name=arrays``,
+            their side, and a mean of 0.5 and a standard deviation of 0.25 unless other numbers were typed.
+        data: to train on, or to evaluate on; of `sources.load`, or made of arrays.
         clients: who owns which rows; none where the images are elsewhere.
     """
     privacy.require_possible(config.privacy, config.regularizer.name)
+    if data.options is None:
+        config, data = _arrays(config, data)
     images = data.train.images
     device = resolve_device(config.run.device)
     if config.run.threads:
@@ -222,6 +226,27 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
     plan = Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
     plan.require_budget()
     return plan
+
+
+def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
+    """A configuration that claims no data set for arrays, and the data with a fingerprint of their content."""
+    _, side, _, channels = data.train.images.shape
+    usual = compose([f"data={config.data.name}"]).data if config.data.name != ARRAYS else DataOptions()
+    mean = config.data.mean if config.data.mean != usual.mean else []
+    std = config.data.std if config.data.std != usual.std else []
+    options = DataOptions(
+        name=ARRAYS, image_size=side, grayscale=channels == 1,
+        mean=list(mean or [0.5] * channels), std=list(std or [0.25] * channels),
+    )  # fmt: skip
+    name = config.name
+    if name.startswith(f"{config.data.name}-"):  # Not one of the user's own.
+        name = ARRAYS + name.removeprefix(config.data.name)
+    arrays = {"images": data.train.images, "labels": data.train.labels}
+    if data.test is not None:
+        arrays |= {"test images": data.test.images, "test labels": data.test.labels}
+    parts = {f"{key} {array.shape}": cache.sha256(array) for key, array in arrays.items() if array is not None}
+    data = replace(data, name=ARRAYS, fingerprint=cache.fingerprint(parts), options=options)
+    return replace(config, name=name, data=options), data
 
 
 def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

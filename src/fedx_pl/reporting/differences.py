@@ -88,18 +88,13 @@ def _rows(compared: Sequence[_Compared]) -> list[list[Inline]]:
     for one in compared:
         for key in dict.fromkeys([*one.paper, *one.here]):
             paper, here = one.paper.get(key), one.here.get(key)
-            if here != paper and key not in _NAMES and not _idle(key, one.here):
+            if here != paper and key not in _NAMES:
                 places[key, _text(paper), _text(here)].append(one)
     helps = {key: text for key, _, text in all_keys()}
     return [
         [Code(key), Code(paper), Code(here), _where(place, compared), helps.get(key, "")]
         for (key, paper, here), place in sorted(places.items())
     ]
-
-
-def _idle(key: str, one: Settings) -> bool:
-    """Whether a key has no effect: the images of the small data sets have one size."""
-    return key == "data.image_size" and one["data.name"] not in ("folder", "imagenet10")
 
 
 def _where(place: Sequence[_Compared], everything: Sequence[_Compared]) -> str:

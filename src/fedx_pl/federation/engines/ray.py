@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedx_pl import foreign_code
 from fedx_pl.config import Config
 from fedx_pl.errors import UserError, require
 from fedx_pl.federation.client import RoundContext, Update
@@ -51,7 +52,7 @@ class RayEngine(Engine):
         try:
             with _undisturbed():
                 self.sizes = self._start()
-            self._split = split_name(plan)
+            self._split, self._code = split_name(plan), foreign_code.hash_of(type(plan.model))
             self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
         except BaseException:
             self.close()
@@ -150,12 +151,17 @@ class RayEngine(Engine):
             self.watcher.step(len(reply.losses))
             yield replace(reply, state=unpack(reply.state, self.plan.device), memory=repacked(unpack, reply.memory))
 
-    def _check(self, seat: _Seat, split: str, process: str) -> None:
+    def _check(self, seat: _Seat, split: str, code: str, process: str) -> None:
         seat.process, seat.deaths = process, 0
         if split != self._split:
             raise UserError(
                 f"{seat.name} ({process}) has other images than this machine, or splits them in another way; "
                 f"give all machines the same files, or type data.root= and data.cache= of a folder that they share"
+            )
+        if code != self._code:  # Another machine's copy, or a worker that started after an edit.
+            raise UserError(
+                f"{seat.name} ({process}) has other code of method={self.plan.config.method.name} than this process; "
+                f"give all machines the same files, and do not edit them while a run trains"
             )
 
     def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedx_pl import foreign_code
 from fedx_pl.config import from_tree
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import ClientMemory, RoundContext, Update
@@ -27,7 +28,7 @@ Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
 class Worker:
     """What runs in a worker's process."""
 
-    def start(self, config: dict[str, Any], folder: str, paths: Sequence[str]) -> tuple[str, str]:
+    def start(self, config: dict[str, Any], folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
         """Loads images and model.
 
         Args:
@@ -36,7 +37,7 @@ class Worker:
             paths: where the driver finds modules, such as the user's own method.
 
         Returns:
-            The `split_name` of what it found, and which process it is.
+            The `split_name` of what it found, the hash of the method's code, and which process it is.
         """
         sys.path += [path for path in paths if path not in sys.path]
         if os.path.isdir(folder):
@@ -48,7 +49,8 @@ class Worker:
             raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
         self.plan = replace(plan, data=replace(plan.data, test=None))  # The driver evaluates.
         self.trainer = self.plan.trainer(lambda: None)
-        return split_name(plan), f"process {os.getpid()} on {machine}"
+        code = foreign_code.hash_of(type(plan.model))
+        return split_name(plan), code, f"process {os.getpid()} on {machine}"
 
     def train(self, context: RoundContext, state: Packed, client: int, memory: ClientMemory | None) -> Update:
         """One client, one round; the states in ``memory`` and in the result are packed."""

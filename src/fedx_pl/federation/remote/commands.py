@@ -129,7 +129,7 @@ def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> 
         report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
         side = sources.stored_side(config.data)
         nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
-        data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "")
+        data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "", options=config.data)
     return planning.assemble(config, data, [])
 
 
