@@ -177,3 +177,15 @@ def test_a_busy_machine_is_told_of_before_the_wait(
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     assert ("OMP_WAIT_POLICY=PASSIVE before the command" in terminal.expectation(plan, 60)) == told
+
+
+def test_the_numbers_of_an_evaluation_have_plain_names() -> None:
+    """The kind is in the name of some already; two kinds have a `rankme`."""
+    found = {
+        "linear": {"linear_top1": 41.5}, "knn": {"knn_top1": 30.0, "rankme": 2.0},
+        "semi": {"0.01": {"labels": 25, "top1": 20.0}}, "geometry": {"rankme": 3.0},
+    }  # fmt: skip
+    output = io.StringIO()
+    Console(file=output, width=100).print(terminal.evaluations(found))
+    names = [line.split("│")[1].strip() for line in output.getvalue().splitlines() if line.startswith("│")]
+    assert names == ["linear_top1", "knn_top1", "knn.rankme", "semi.0.01.labels", "semi.0.01.top1", "geometry.rankme"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from federation.test_orchestrator import same, weights
-from helpers import Watching
+from helpers import METHOD, Watching
 
 from fedx_pl.cli import EXIT_INTERRUPTED, main
 from fedx_pl.config import compose
@@ -182,6 +182,19 @@ def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEng
     assert split_name(other) != split_name(plan)
     with pytest.raises(UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="):
         Orchestrator(other, Watching(), shared).run()
+
+
+def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules: Path, shared: MakeEngine) -> None:
+    (modules / "mid_run.py").write_text(METHOD)
+
+    class Edited(shared):
+        def new_actor(self) -> Any:
+            (modules / "mid_run.py").write_text(METHOD + "# edited\n")
+            return super().new_actor()
+
+    plan = prepare(compose([*tiny, "method=mid_run:Mine", "engine.workers=1"]), report=lambda line: None)
+    with pytest.raises(UserError, match="has other code of method=mid_run:Mine than this process"):
+        Orchestrator(plan, Watching(), Edited).run()
 
 
 def test_a_worker_without_the_images_says_where_it_is(tiny: list[str], tmp_path: Path, shared: MakeEngine) -> None:
