@@ -60,7 +60,8 @@ def test_every_convolution_is_initialised_as_in_torchvision() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BackboneOptions("resnet19"), "backbone.name='resnet19'.*did you mean backbone.name=resnet1"),
+        (BackboneOptions("resnet19"), "backbone.name=resnet19 .*did you mean backbone.name=resnet1"),
+        (BackboneOptions("vit_tiny"), "backbone.name=vit_tiny is not known; type one of resnet10, resnet18, "),
         (BackboneOptions(stem="small"), "backbone.stem=small"),
         (BackboneOptions(width=0), "backbone.width=0"),
         (BackboneOptions("wide_resnet50_2", width=16), "backbone.width=16 works with"),

@@ -165,12 +165,21 @@ def test_neighbours_of_a_red_image_are_red(
     assert "src='http" not in page.read_text()
 
 
+def test_embed_writes_npz_unless_asked_otherwise(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["embed", str(run), str(pictures)]) == 0
+    with np.load("embeddings.npz") as table:
+        assert table["embedding"].shape == (6, 32)
+
+
 def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, message in (
         (["export", str(tmp_path)], "is not a run folder"),
         (["export", str(run), "--to", "tflite"], "type --to safetensors, torchvision, torch or onnx"),
         (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
-        (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .parquet or .npz"),
+        (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
         (["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)], "cannot be read as an image"),
         (["export", str(run), "--round", "7"], "no checkpoint of round 7"),
     ):

@@ -66,7 +66,7 @@ def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("title: a\naxes: {v: {x: []}}\nbaselin: x", "no key 'baselin'; did you mean 'baseline'"),
+        ("title: a\naxes: {v: {x: []}}\nbaselin: x", "no key 'baselin'; did you mean baseline\\?"),
         ("title: a\naxes: {v: {x: []}}\nbaseline: y", "baseline: 'y' is not one of x"),
         ("title: a\naxes: {v: {x: []}}\nshow: [pie]", "show: 'pie' is not one of table"),
         ("title: a\naxes: {v: {x: []}}\nprofiles: {mini: {v: [z]}}", "'z' is not one of x"),

@@ -3,14 +3,13 @@
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 
 # Blocks per stage. resnet10 is no torchvision model: one block per stage, for CPUs.
 _STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
@@ -121,8 +120,9 @@ def _safe_for_few_channels(downsample: nn.Sequential) -> nn.Sequential:
 def _torchvision_resnet(options: BackboneOptions) -> ResNet:
     known = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
     if options.name not in known:
-        nearest = get_close_matches(options.name, [*_STAGES, *known], n=1, cutoff=0.0)
-        raise UserError(f"backbone.name={options.name!r} is not known; did you mean backbone.name={nearest[0]}?")
+        names = list(dict.fromkeys([*_STAGES, *known]))
+        instead = known_names(options.name, names, prefix="backbone.name=")
+        raise UserError(f"backbone.name={options.name} is not known{instead}")
     if options.width != 64:
         raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
     net = torchvision.models.get_model(options.name, weights=None)

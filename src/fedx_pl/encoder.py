@@ -19,7 +19,7 @@ from fedx_pl.data.decode import decode
 from fedx_pl.data.folder import list_files
 from fedx_pl.data.images import DataOptions
 from fedx_pl.data.sources import stored_channels, stored_side
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.plan import build_model, normalisation
@@ -139,18 +139,19 @@ def export(
 
 
 def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
-    """Paths and features, as parquet (columns ``path`` and ``embedding``) or as npz (arrays of the same names)."""
+    """Paths and features, as npz (arrays ``path`` and ``embedding``) or as parquet (columns of the same names)."""
     array = features.cpu().numpy()
     if file.suffix == ".npz":
         np.savez(file, path=np.array(paths), embedding=array)
         return
     if file.suffix != ".parquet":
-        raise UserError(f"-o {file}: type a name that ends in .parquet or .npz")
+        raise UserError(f"-o {file}: type a name that ends in .npz or .parquet")
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"-o {file} needs pyarrow; type pip install 'fedx-pl[tables]', or -o embeddings.npz") from error
+        needed = install_hint("tables")
+        raise UserError(f"-o {file} needs pyarrow; type -o {file.with_suffix('.npz')}, or first {needed}") from error
     flat = pyarrow.array(array.reshape(-1))
     table = {"path": list(paths), "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
     pyarrow.parquet.write_table(pyarrow.table(table), file)
@@ -202,7 +203,7 @@ def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError("--to onnx needs onnx and onnxscript; type pip install 'fedx-pl[onnx]'") from error
+        raise UserError(f"--to onnx needs onnx and onnxscript; type {install_hint('onnx')}") from error
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
     torch.onnx.export(
         encoder, (example,), str(file), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,

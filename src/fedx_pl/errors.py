@@ -1,4 +1,14 @@
-"""The one exception that means "the user can mend this"."""
+"""The one exception that means "the user can mend this", and the words in which it says what to type."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 
 class UserError(Exception):
@@ -19,3 +29,107 @@ def require(key: str, value: object, possible: bool, instead: str) -> None:
     """
     if not possible:
         raise UserError(f"{key}={value} is not possible; type {instead}")
+
+
+def wrong_type(key: str, value: object, usual: object) -> str:
+    """What is wrong with a value that cannot be converted to its key's type, and what to type.
+
+    Args:
+        key: as typed on the command line.
+        value: that was given.
+        usual: a value of the right type; a dictionary for a group of keys.
+    """
+    if isinstance(usual, dict):
+        first, example = next(iter(usual.items()))
+        return f"{key} is a group of keys and has no value of its own; type e.g. {key}.{first}={example}"
+    if isinstance(usual, bool):
+        return f"{key}={value} is neither true nor false; type {key}=true or {key}=false"
+    if isinstance(usual, list):
+        kind = "a list of numbers in brackets" if usual and isinstance(usual[0], int | float) else "a list in brackets"
+        example = f"[{','.join(map(str, usual or ('a', 'b')))}]"
+        return f"{key}={value} is not {kind}; type e.g. {key}={example}"
+    kinds = {int: "a whole number", float: "a number", str: "a single text"}
+    kind = kinds.get(type(usual), "a value that it takes")
+    example = f"{usual}" or "NAME"
+    return f"{key}={value} is not {kind}; type e.g. {key}={example}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, or an empty string: a wrong guess is worse than none.
+
+    A right last part in the wrong group counts as near: ``rounds`` is ``federation.rounds``.
+    """
+    words, leaf = list(known), word.split(".")[-1]
+    if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
+        return same_leaf[0]
+    whole = "." in word  # Else the groups of the candidates would only make them less like it.
+    scores = {one: _likeness(word.lower(), (one if whole else one.split(".")[-1]).lower()) for one in words}
+    best = max(words, key=scores.__getitem__, default="")
+    return best if best and scores[best] else ""
+
+
+def _likeness(word: str, candidate: str) -> float:
+    """How alike two words are, from 0 to 1; 0 if one is hardly a slip of the other.
+
+    People seldom miss the first letter. One letter of three or four makes another word (gpu, cpu), and long words
+    share many letters by chance.
+    """
+    ratio = SequenceMatcher(None, word, candidate).ratio()
+    cut_short = len(word) > 2 and candidate.startswith(word)  # eval for evaluate
+    swapped = sorted(word) == sorted(candidate)  # svnh for svhn
+    if cut_short or swapped:
+        return max(ratio, 0.9)
+    if word[:1] != candidate[:1]:
+        return ratio if ratio >= 0.85 else 0.0
+    enough = 0.76 if len(word) <= 4 else 0.65 if len(word) <= 6 else 0.8
+    return ratio if ratio >= enough else 0.0
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """``; did you mean PREFIXNAME?`` for an error message; empty if no known word is near."""
+    near = nearest(word, known)
+    return f"; did you mean {prefix}{near}?" if near else ""
+
+
+def known_names(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to type instead of ``word``: the name that is near if there is one, and all names."""
+    names = list(known)
+    guess = did_you_mean(word, names, prefix)
+    return f"{guess} Known: {', '.join(names)}" if guess else f"; type one of {', '.join(names)}"
+
+
+def install_hint(extra: str) -> str:
+    """The command that adds an extra to the environment that is running.
+
+    It works wherever the package came from: a checkout is named by its folder, and for a wheel the requirements of
+    the extra are named themselves, since no index need know the package.
+    """
+    pip = f"{shlex.quote(sys.executable)} -m pip install"
+    if (checkout := _checkout()) is not None:
+        return f"{pip} -e {shlex.quote(f'{checkout}[{extra}]')}"
+    return f"{pip} {' '.join(shlex.quote(requirement) for requirement in _requirements(extra))}"
+
+
+def _checkout() -> Path | None:
+    """The folder of an editable install."""
+    try:
+        text = distribution("fedx-pl").read_text("direct_url.json")
+    except PackageNotFoundError:  # Nothing is installed, and the source is on the path.
+        folder = Path(__file__).parents[2]
+    else:
+        origin = json.loads(text or "{}")
+        if not origin.get("dir_info", {}).get("editable"):
+            return None
+        folder = Path(unquote(urlsplit(origin["url"]).path))
+    return folder if (folder / "setup.cfg").is_file() else None
+
+
+def _requirements(extra: str) -> list[str]:
+    """What an extra adds, as in the metadata of the installed package."""
+    try:
+        lines = distribution("fedx-pl").requires or []
+    except PackageNotFoundError:
+        return [f"fedx-pl[{extra}]"]
+    parts = [line.partition(";") for line in lines]
+    found = [name.strip() for name, _, marker in parts if re.search(rf"""\bextra == ["']{extra}["']""", marker)]
+    return found or [f"fedx-pl[{extra}]"]

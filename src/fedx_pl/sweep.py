@@ -18,14 +18,13 @@ name, as overrides on top of all axes but the last; ``@NAME`` in an override is 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fedx_pl.config import Config, compose
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 from fedx_pl.revisit import KINDS
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
@@ -107,8 +106,7 @@ def load_experiment(path: Path) -> Experiment:
     known = [name for name in Experiment.__dataclass_fields__ if name != "name"]
     for key in content:
         if key not in known:
-            nearest = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise UserError(f"{path}: there is no key {key!r}; did you mean {nearest!r}?")
+            raise UserError(f"{path}: there is no key {key!r}{known_names(str(key), known)}")
     axes = content.get("axes")
     if "title" not in content or not isinstance(axes, dict) or not all(isinstance(v, dict) for v in axes.values()):
         raise UserError(f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}")

@@ -281,7 +281,7 @@ def test_make_explains_what_does_not_fit(options, labels, groups, words):
 
 
 def test_an_unknown_kind_and_a_bad_beta_are_refused_at_once():
-    with pytest.raises(UserError, match=r"partition\.kind=dirichlt .* type partition\.kind=dirichlet"):
+    with pytest.raises(UserError, match=r"partition\.kind=dirichlt .* did you mean partition\.kind=dirichlet"):
         PartitionOptions(kind="dirichlt")
     with pytest.raises(UserError, match=r"partition\.beta=0"):
         PartitionOptions(beta=0)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedx_pl.config import compose
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
 from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
 from fedx_pl.federation.plan import prepare
@@ -258,9 +259,8 @@ def test_a_plan_without_the_accountant_is_refused(tiny: list[str], monkeypatch: 
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     words = [*tiny, "privacy.clip=1"]
     prepare(compose(words), report=lambda line: None)
-    with pytest.raises(
-        UserError, match=r"privacy.noise=2.0 needs dp-accounting; type pip install 'fedx-pl\[privacy\]'"
-    ):
+    told = f"privacy.noise=2.0 needs dp-accounting; type {install_hint('privacy')}"
+    with pytest.raises(UserError, match=re.escape(told)):
         prepare(compose([*words, "privacy.noise=2"]), report=lambda line: None)
 
 

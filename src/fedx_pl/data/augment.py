@@ -7,7 +7,6 @@ division is free; colour operations do not care, except for their clamp. They re
 (`torchvision.transforms.v2.functional` on float images).
 """
 
-import difflib
 import hashlib
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 
 WHITE = 255.0
 LUMA = (0.2989, 0.587, 0.114)  # torchvision's weights for grey
@@ -55,8 +54,8 @@ class AugmentOptions:
             UserError: Naming the key, its value and what to type instead.
         """
         if self.crop not in CROPS:
-            nearest = difflib.get_close_matches(str(self.crop), CROPS, n=1, cutoff=0.0)[0]
-            raise UserError(f"augment.crop={self.crop} is unknown: type augment.crop={nearest} (of {', '.join(CROPS)})")
+            instead = known_names(str(self.crop), CROPS, prefix="augment.crop=")
+            raise UserError(f"augment.crop={self.crop} is not known{instead}")
         if not 0 < self.scale_min <= 1:  # written so that NaN fails too
             raise UserError(
                 f"augment.scale_min={self.scale_min} must be above 0 and at most 1: try augment.scale_min=0.2"

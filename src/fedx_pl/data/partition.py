@@ -5,7 +5,6 @@ arrays that cover all images, and the same arrays for the same arguments. Work h
 class a client gets); single images are dealt once, when the counts are settled: a thousand clients take milliseconds.
 """
 
-import difflib
 import json
 import math
 import warnings
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 from fedx_pl.files import write_atomically
 
 KINDS = ("iid", "dirichlet", "classes", "quantity", "folders")
@@ -46,10 +45,8 @@ class PartitionOptions:
     def __post_init__(self) -> None:
         _check_beta(self.beta)
         if self.kind not in KINDS:
-            nearest = difflib.get_close_matches(str(self.kind), KINDS, n=1, cutoff=0.0)[0]
-            raise UserError(
-                f"partition.kind={self.kind} is unknown: type partition.kind={nearest} (of {', '.join(KINDS)})"
-            )
+            instead = known_names(str(self.kind), KINDS, prefix="partition.kind=")
+            raise UserError(f"partition.kind={self.kind} is not known{instead}")
 
 
 def make(

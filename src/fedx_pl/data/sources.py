@@ -6,7 +6,6 @@ there, (3) torchvision's download, (4) a package mirror. Each place that fails s
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import tempfile
 import textwrap
@@ -22,7 +21,7 @@ from fedx_pl.data.fetch import FetchError
 from fedx_pl.data.formats import FormatError, one_line
 from fedx_pl.data.images import ARRAYS, DATASETS, DataOptions, ImageData, Split, cache_folder, root_folder
 from fedx_pl.data.named import Layout, NamedSet, RawSet
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 from fedx_pl.seeding import derive
 
 __all__ = ["DATASETS", "DataOptions", "ImageData", "Split", "describe", "load"]
@@ -106,9 +105,8 @@ def _check(options: DataOptions) -> None:
             "there, type engine=serial, and evaluate_run(RUN, KINDS, data=IMAGES) to evaluate"
         )
     if options.name not in DATASETS:
-        near = difflib.get_close_matches(options.name.lower().replace("-", ""), DATASETS, n=1, cutoff=0.4)
-        hint = f"did you mean data.name={near[0]}? " if near else ""
-        raise UserError(f"data.name={options.name} is unknown: {hint}There are {', '.join(DATASETS)}.")
+        instead = known_names(options.name, DATASETS, prefix="data.name=")
+        raise UserError(f"data.name={options.name} is not known{instead}")
     for key in ("limit", "test_limit", "image_size", "workers"):
         if getattr(options, key) < 0:
             raise UserError(f"data.{key}={getattr(options, key)}: type 0 or a positive number")

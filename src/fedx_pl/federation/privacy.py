@@ -15,7 +15,7 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.methods.base import State
 
 _LEAST_VARIANCE = 1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
@@ -56,7 +56,7 @@ def require_possible(options: PrivacyOptions, regularizer: str) -> None:
             f"the weights; type regularizer=fedprox or none"
         )
     if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(f"privacy.noise={options.noise} needs dp-accounting; type pip install 'fedx-pl[privacy]'")
+        raise UserError(f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}")
 
 
 def protect(state: State, received: State, options: PrivacyOptions, seed: int | None) -> tuple[State, dict[str, float]]:

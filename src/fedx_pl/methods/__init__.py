@@ -2,11 +2,10 @@
 
 import importlib
 import sys
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from fedx_pl import foreign_code
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, known_names
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
 from fedx_pl.methods.byol import BYOL
 from fedx_pl.methods.fedu import FedU
@@ -33,10 +32,9 @@ def find(name: str) -> type[SSLMethod]:
     if ":" in name:
         return _check(name, _import(name))
     names = [*BUILT_IN, *plugins]
-    nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise UserError(
-        f"method={name} is not known; did you mean method={nearest}? "
-        f"Known: {', '.join(names)}; or give your own class as method=package.module:Class"
+        f"method={name} is not known{known_names(name, names, prefix='method=')}; or give your own class as "
+        f"method=package.module:Class"
     )
 
 

@@ -22,7 +22,7 @@ from helpers import METHOD, Watching
 
 from fedx_pl.cli import EXIT_INTERRUPTED, main
 from fedx_pl.config import compose
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.client import RoundContext
 from fedx_pl.federation.engines import Lost, Watcher
 from fedx_pl.federation.engines.base import MemoryOf
@@ -243,7 +243,7 @@ def test_without_ray_the_user_is_told_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["train", *tiny, "engine=ray"]) == 2
-    assert capsys.readouterr().err == "error: engine=ray needs Ray; type pip install 'fedx-pl[ray]'\n"
+    assert capsys.readouterr().err == f"error: engine=ray needs Ray; type {install_hint('ray')}\n"
 
 
 def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,17 @@ def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> 
     assert not (tmp_path / "keys").exists()
 
 
+def test_a_site_s_folder_is_found_where_the_keys_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys.make(tmp_path / "keys", "host", 8000, ["site-a", "site-b"])
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("site-a", "keys/site-a", "keys/server/../site-a"):
+        with pytest.raises(UserError, match=r"did you mean --keys \S*keys\S*/sites/site-a\?"):
+            keys.load_site(Path(wrong))
+    for wrong in (".", "keys", "keys/sites"):
+        with pytest.raises(UserError, match=r"did you mean --keys keys/sites/site-a or keys/sites/site-b\?"):
+            keys.load_site(Path(wrong))
+
+
 def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not hold a site's keys .*fedx-pl federate keys.*KEYS/sites/NAME"):
         keys.load_site(tmp_path)

@@ -20,7 +20,7 @@ import torch
 
 from fedx_pl import foreign_code
 from fedx_pl.config import Config
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.federation.client import RoundContext, Update
 from fedx_pl.federation.engines.base import Engine, Lost, MemoryOf, Watcher
 from fedx_pl.federation.engines.worker import Worker, pack, repacked, split_name, unpack
@@ -224,7 +224,7 @@ def import_ray(local: bool) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError("engine=ray needs Ray; type pip install 'fedx-pl[ray]'") from error
+        raise UserError(f"engine=ray needs Ray; type {install_hint('ray')}") from error
     return ray
 
 

@@ -7,6 +7,7 @@
 A site knows the coordinator by a certificate of this CA; the coordinator knows a site by its public key.
 """
 
+import glob
 import ipaddress
 import json
 import os
@@ -94,11 +95,24 @@ def load_site(folder: Path) -> SiteKeys:
         about = json.loads((folder / "site.json").read_text())
         name, server = str(about["name"]), str(about["server"])
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if meant := _site_folders_near(folder):
+            raise UserError(
+                f"--keys {folder} does not hold a site's keys; did you mean --keys {' or '.join(map(str, meant))}?"
+            ) from error
         raise UserError(
             f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes them on the "
             f"coordinator, in KEYS/sites/NAME"
         ) from error
     return SiteKeys(name, server, folder / "ca.crt", _read_private(folder / "site.key"))
+
+
+def _site_folders_near(folder: Path) -> list[Path]:
+    """Folders of sites' keys that may be meant: ``keys/sites/NAME`` for ``NAME``, or those within the folder."""
+    name = glob.escape(folder.name)
+    found = [*folder.glob("*/site.json"), *folder.glob("sites/*/site.json"), *folder.glob("*/sites/*/site.json")]
+    if name:
+        found += [*folder.parent.glob(f"sites/{name}/site.json"), *folder.parent.glob(f"*/sites/{name}/site.json")]
+    return sorted({file.parent for file in found})[:5]
 
 
 def load_server(folder: Path) -> ServerKeys:

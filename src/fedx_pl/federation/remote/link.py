@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.remote import superlink, wire
 from fedx_pl.federation.remote.keys import ServerKeys
 
@@ -284,7 +284,7 @@ def quiet_flower(folder: Path) -> None:
     try:
         import flwr  # noqa: F401
     except ImportError as error:
-        raise UserError("a federation of sites needs Flower; type pip install 'fedx-pl[flower]'") from error
+        raise UserError(f"a federation of sites needs Flower; type {install_hint('flower')}") from error
     import logging
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
