@@ -36,7 +36,7 @@ def backbone(name: str) -> list[str]:
         name: ``resnet18`` is the paper's, ``thin`` that of the cpu profile, ``thin-cifar`` the same with the full
             CIFAR stem, which makes it four times as expensive.
     """
-    choice = {"resnet18": ["backbone.stem=cifar"], "thin": ["profile=cpu"]}
+    choice = {"resnet18": ["profile=paper", "backbone.stem=cifar"], "thin": ["profile=cpu"]}
     chosen = configuration.compose(choice.get(name, ["profile=cpu", "backbone.stem=cifar"])).backbone
     return [f"backbone.name={chosen.name}", f"backbone.width={chosen.width}", f"backbone.stem={chosen.stem}"]
 
@@ -53,7 +53,9 @@ class Setting:
 
     def plan(self, *overrides: str, evaluate: bool = False) -> Plan:
         """A run on CIFAR-10, ready to start; without ``evaluate`` it has no test images, so nothing is measured."""
-        common = ("data=cifar10", "partition.kind=iid", f"run.device={self.device}", "run.resume=never")
+        common = (
+            "data=cifar10", "profile=paper", "partition.kind=iid", f"run.device={self.device}", "run.resume=never",
+        )  # fmt: skip
         config = configuration.compose([*common, *overrides, *self.overrides])
         plan = prepare(config, report=lambda line: None)
         if not evaluate:

@@ -30,7 +30,7 @@ def definition(folder: Path, text: str) -> Path:
 def tiny_federation(data: Path, runs: Path) -> list[str]:
     """Overrides for a federation of seconds on ``tiny_root``: a very thin network, three clients, two rounds."""
     return [
-        f"data.root={data}", "data.verify=false", "data.download=false", f"run.root={runs}",
+        "profile=paper", f"data.root={data}", "data.verify=false", "data.download=false", f"run.root={runs}",
         "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
         "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "run.threads=1",
     ]  # fmt: skip

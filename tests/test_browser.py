@@ -47,7 +47,8 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     root = tmp_path_factory.mktemp("runs")
     for fedx in ("false", "true"):
         words = [
-            f"data.root={tiny_root}", "data.verify=false", "data.download=false", "method=fedu", f"fedx={fedx}",
+            "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", "method=fedu",
+            f"fedx={fedx}",
             "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=3",
             "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
             "run.threads=1", f"run.dir={root / f'fedu-fedx-{fedx}'}",

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedx_pl import cli
 
@@ -25,7 +26,8 @@ def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: int = 120) -> sub
 def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
     out = capsys.readouterr().out
-    first = out.splitlines()[0]
+    assert out.startswith("profile paper: made for a GPU") != torch.cuda.is_available()
+    first = next(line for line in out.splitlines() if not line.startswith("profile"))
     assert first == "cifar10-byol-fedx-paper: 2 rounds x 1 epochs, 3 clients, resnet10, seed 0"
     assert re.search(r"240 images, 32-true on 1 CPU thread: about \d", out)
     assert re.search(r"untrained +kNN +\d", out)
@@ -75,7 +77,7 @@ def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
             2,
             "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
         ),
-        (["completion", "csh"], 2, "did you mean zsh?"),
+        (["completion", "csh"], 2, "there is no shell 'csh'; there are bash, zsh, fish; see"),
         (["train", "--dryrun"], 2, "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n"),
         (["embed", "run"], 2, "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n"),
     ],
@@ -102,11 +104,29 @@ def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFi
         assert expected in out
 
 
+def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "my_ssl.py").write_text(
+        "from fedx_pl.methods import SimCLR\n"
+        "class Mine(SimCLR):\n"
+        "    def __init__(self, backbone, *, covariance: float = 1.5, **base):\n"
+        '        """Sets the weight.\n\n        Args:\n            covariance: weight of a term.\n        """\n'
+        "        super().__init__(backbone, **base)\n"
+    )
+    for words in (["method=my_ssl:Mine", "--help"], ["--help", "method=my_ssl:Mine"]):
+        done = fedx_pl("train", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        own = done.stdout.partition("keys of method=my_ssl:Mine:\n")[2]
+        assert re.match(r"  method\.covariance=1\.5 +weight of a term\.\n", own)
+    missing = fedx_pl("train", "method=my_ssl:Yours", "--help", cwd=tmp_path)
+    assert missing.returncode == 0
+    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["method=bioll"], "did you mean method=byol"),
-        (["federation.rond=3"], "did you mean 'federation.rounds'"),
+        (["federation.rond=3"], "did you mean federation.rounds?"),
         (["federation.clients=500"], "500"),
         (["partition.beta=-1"], "partition.beta=-1"),
         (["partition.file=/nowhere/split.json"], "partition.file"),

@@ -36,7 +36,7 @@ def commands() -> dict[str, list[str]]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target_composes_and_trains_one_step(target: str, commands: dict[str, list[str]]) -> None:
     overrides = commands[target]
-    full = compose([o for o in overrides if not o.startswith("profile=")])
+    full = compose([*overrides, "profile=paper"])
     assert f"{full.data.name}-{full.method.name}" + ("-fedx" if full.fedx.enabled else "") == target
     assert (full.federation.epochs, full.federation.clients, full.backbone.name) == (10, 10, "resnet18")
 

@@ -178,7 +178,7 @@ def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
         (["knn"], ["federation.rounds=3"], r"federation.rounds cannot be changed.*evaluation\.\*"),
         (["knn"], ["method=moco"], "method cannot be changed"),
         (["knn"], ["evaluation.linear={epochs: 3}"], "evaluation.linear cannot be changed"),
-        (["knn"], ["evaluation.knn=3"], "did you mean 'evaluation.knn_"),
+        (["knn"], ["evaluation.knn=3"], "did you mean evaluation.knn_"),
         (["knn"], ["evaluation.knn_k=0"], "evaluation.knn_k=0"),
         (["linear"], ["evaluation.linear.preset=simclr"], "evaluation.linear.preset=simclr"),
         (["semi"], ["evaluation.semi.fractions=[2]"], "evaluation.semi.fractions"),

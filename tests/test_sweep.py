@@ -140,7 +140,7 @@ def test_a_run_that_evaluates_is_finished_when_it_has_been_evaluated(tmp_path: P
     A file of an earlier round or made with other settings is somebody's look at the run, not the experiment's.
     """
     job = job_in(tmp_path, evaluate=["semi", "geometry"])
-    assert job.next_command() == ["train", *job.overrides]
+    assert job.next_command() == ["train", *job.overrides, "--yes"]
     finished(job)
     first = ["evaluate", str(tmp_path / "run"), "semi", "run.threads=1"]
     assert job.next_command() == first
@@ -158,7 +158,7 @@ def test_a_finished_run_of_another_default_is_not_relabelled(tmp_path: Path) -> 
     """A default may change without the hash: the folder holds what was trained, and training there is refused."""
     job = job_in(tmp_path)
     finished(job, compose([*job.overrides, "fedx.tau=0.2"]))
-    assert job.next_command() == ["train", *job.overrides]
+    assert job.next_command() == ["train", *job.overrides, "--yes"]
 
 
 def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.config import compose, flat
-from fedx_pl.errors import UserError
 from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
 from fedx_pl.federation.plan import prepare
 
@@ -50,10 +49,8 @@ class Federation:
     @cached_property
     def history(self) -> pandas.DataFrame:
         """Losses, accuracies and times, one row per round; row 0 is the untrained network."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UserError("history is a DataFrame and needs pandas; type pip install 'fedx-pl[tables]'") from error
+        import pandas  # Here, for it takes a second.
+
         rows: list[dict[str, Any]] = [{"round": 0, **self.result.untrained}, *self.result.rows]
         return pandas.DataFrame(rows).set_index("round")
 
@@ -71,8 +68,8 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
         experiment: ``DATA-METHOD`` or ``DATA-METHOD-fedx``; empty if overrides say it.
         overrides: ``key=value``, as on the command line.
         quiet: print nothing.
-        settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile``, ..., or whole groups as mappings:
-            ``optim={"lr": 0.02}``.
+        settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile`` (``paper`` with a GPU and ``cpu`` without
+            if not given), ..., or whole groups as mappings: ``optim={"lr": 0.02}``.
 
     Raises:
         UserError: as on the command line.
@@ -81,14 +78,18 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     given = flat({_SHORT.get(key, key): value for key, value in settings.items()})
     words += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
     config = compose(words)
-    plan = prepare(config, report=(lambda line: None) if quiet else print)
     if quiet:
-        return Federation(Orchestrator(plan, Silent()).run())
+        return Federation(Orchestrator(prepare(config, report=lambda line: None), Silent()).run())
     from fedx_pl import terminal
 
-    with terminal.Terminal(terminal.make_console(), config.federation.rounds) as display:
+    console = terminal.make_console()
+    console.print(terminal.announcement(config), soft_wrap=True)
+    plan = prepare(config)
+    with terminal.Terminal(console, config.federation.rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
+        if first <= config.federation.rounds and terminal.lacks_gpu(plan):
+            display.note(terminal.expectation(plan, plan.estimate_seconds(first)))
         display.expect(plan.steps_between(first, config.federation.rounds), first)
         return Federation(orchestrator.run())
 

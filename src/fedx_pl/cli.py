@@ -7,14 +7,14 @@ import errno
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedx_pl import __version__
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, did_you_mean
 from fedx_pl.stopping import Stopped
 
 EXIT_USER_ERROR = 2
@@ -24,7 +24,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 2 for a mistake the user can mend."""
-    parser = make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser(arguments)
     options, more = parser.parse_known_args(arguments)  # Overrides may stand before and after flags.
     if options.version:
         print(_versions())
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     if flags := [word for word in more if word.startswith("-")]:
         known = [flag for action in options.parser._actions for flag in action.option_strings]
-        options.parser.error(f"there is no option {flags[0]}{_meant(flags[0], known)}")
+        options.parser.error(f"there is no option {flags[0]}{did_you_mean(flags[0], known)}")
     if more and not any(action.dest == "overrides" for action in options.parser._actions):
         options.parser.error(f"{more[0]!r} is one word too many")
     options.overrides += more
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _how_to_go_on(arguments: Sequence[str] | None) -> str:
-    words = shlex.join(["fedx-pl", *(sys.argv[1:] if arguments is None else arguments)])
+def _how_to_go_on(arguments: Sequence[str]) -> str:
+    words = shlex.join(["fedx-pl", *arguments])
     return f"the same command goes on after the last finished client: {words}"
 
 
@@ -76,11 +77,6 @@ def _versions() -> str:
         except PackageNotFoundError:
             found.append(f"{name} not installed")
     return ", ".join(found)
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    near = get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,18 +98,22 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            near = _meant(str(value), known) or f"; there are {', '.join(known)}"
+            near = did_you_mean(str(value), known) or f"; there are {', '.join(known)}"
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{near}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """All commands and their options; `completion` reads them, too."""
+def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """All commands and their options; `completion` reads them, too.
+
+    Args:
+        arguments: what was typed: ``--help`` tells of the method among them.
+    """
     parser = _Parser(
         prog="fedx-pl",
         usage="fedx-pl COMMAND ...",
         description="Federated self-supervised learning on PyTorch Lightning, with FedX for any method.",
         epilog="""examples:
-  fedx-pl train data=cifar10 method=byol fedx=true profile=cpu   minutes, no GPU
+  fedx-pl train data=cifar10 method=byol fedx=true               minutes without a GPU
   fedx-pl train data=folder data.root=IMAGES method=byol         images of yours
   fedx-pl train --help                                           all keys
   fedx-pl COMMAND --help                                         its options""",
@@ -123,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="fedx-pl")
     for command in (
-        _train_parser(commands), _data_parser(commands), _evaluate_parser(commands), _sweep_parser(commands),
+        _train_parser(commands, arguments), _data_parser(commands), _evaluate_parser(commands), _sweep_parser(commands),
         _report_parser(commands), *_encoder_parsers(commands), *_federate_parsers(commands),
         _completion_parser(commands),
     ):  # fmt: skip
@@ -132,26 +132,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train_parser(commands: Any) -> argparse.ArgumentParser:
+def _train_parser(commands: Any, arguments: Sequence[str]) -> argparse.ArgumentParser:
     train: _Parser = commands.add_parser(
         "train",
         help="run a federation",
-        usage="fedx-pl train [group=choice | key=value ...] [--dry-run] [--fork RUN] [--debug]",
+        usage="fedx-pl train [group=choice | key=value ...] [--dry-run] [--yes] [--fork RUN] [--debug]",
         description="Example: fedx-pl train data=cifar10 method=byol fedx=true federation.rounds=20 seed=1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.listing = _all_keys
+    train.listing = partial(_all_keys, arguments)
     _add_overrides(train, "group=choice or key=value, see below")
     train.add_argument("--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights")
     train.add_argument("--dry-run", action="store_true", help="show the plan and its cost, train nothing")
+    train.add_argument("--yes", action="store_true", help="do not ask before a long run without a GPU")
     train.set_defaults(command="train")
     return train
 
 
-def _all_keys() -> str:
+def _all_keys(arguments: Sequence[str]) -> str:
     from fedx_pl.commands import key_reference
 
-    return key_reference()
+    named = [word.partition("=")[2] for word in arguments if word.startswith(("method=", "method.name="))]
+    return key_reference(named[-1] if named else "")
 
 
 def _data_parser(commands: Any) -> argparse.ArgumentParser:
@@ -257,7 +259,12 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         command.add_argument("images", type=Path, metavar="IMAGES", help="a folder of images; it is only read")
     export.add_argument("-o", "--out", type=Path, metavar="FILE", help="RUN/encoder-FORMAT if not given")
     embed.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", default=Path("embeddings.parquet"), help="*.parquet or *.npz"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("embeddings.npz"),
+        help="*.npz, or *.parquet, which needs the extra tables",
     )
     neighbours.add_argument("-o", "--out", type=Path, metavar="FILE", default=Path("neighbours.html"), help="the page")
     return [export, embed, neighbours]

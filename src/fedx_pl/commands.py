@@ -1,6 +1,8 @@
 """What the commands of `fedx-pl` do; `cli` has what can be typed. A function here is a command of that name."""
 
 import argparse
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +11,10 @@ from rich.console import Console
 from fedx_pl import config as configuration
 from fedx_pl import methods, terminal
 from fedx_pl.data import sources
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, install_hint
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.orchestrator import Orchestrator
-from fedx_pl.federation.plan import prepare
+from fedx_pl.federation.plan import Plan, prepare
 from fedx_pl.stopping import stopped_by_signals
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 HERE = Path("experiments")  # in a checkout, or of the user's own
 PACKAGED = Path(__file__).parent / "experiments"
+LONG_SECONDS = 3600.0  # A run without a GPU that takes longer is asked about first.
 
 
 def train(options: argparse.Namespace) -> None:
@@ -44,19 +48,54 @@ def _train(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
                       soft_wrap=True)  # fmt: skip
         return
+    # Before the run folder is made: whoever says no should find nothing left behind.
+    seconds = None if options.yes else _confirmed_seconds(plan, console)
     with terminal.Terminal(console, rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:
-            console.print(terminal.expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
+            if seconds is None:
+                console.print(terminal.expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
             display.expect(plan.steps_between(first, rounds), first)
         result = orchestrator.run()
     terminal.summary(result, console)
 
 
+def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
+    """Says how long the paper's setting takes without a GPU, and asks if it is long.
+
+    Returns:
+        The expected seconds, once they have been printed; None if this run needs no question.
+
+    Raises:
+        UserError: the answer is no, or nobody can be asked.
+    """
+    if not terminal.lacks_gpu(plan):
+        return None
+    with warnings.catch_warnings():  # The orchestrator will tell of a damaged checkpoint.
+        warnings.simplefilter("ignore")
+        found = Checkpoints(plan.config.run_folder).latest(mend=False)
+    first = (found[0].round if found else 0) + 1
+    if first > plan.config.federation.rounds:
+        return None
+    seconds = plan.estimate_seconds(first)
+    console.print(terminal.expectation(plan, seconds), soft_wrap=True)
+    if seconds <= LONG_SECONDS:
+        return seconds
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        print("Train on the CPU all the same? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return seconds
+        raise UserError("nothing was started; type profile=cpu for a small result in minutes")
+    raise UserError(
+        f"profile=paper takes about {terminal.duration(seconds)} here, without a GPU; add --yes to train all the same "
+        f"(make: ARGS=--yes), or type profile=cpu for a small result in minutes"
+    )
+
+
 def data(options: argparse.Namespace) -> None:
-    """Fetches a data set and describes it."""
-    config = configuration.compose([f"data={options.name}", *options.overrides])
+    """Fetches a data set and describes it, all of it: a profile's `data.limit` is for training."""
+    config = configuration.compose([f"data={options.name}", "data.limit=0", *options.overrides])
     print(sources.describe(sources.load(config.data, seed=config.seed)))
 
 
@@ -183,7 +222,7 @@ def federate(options: argparse.Namespace) -> None:
     try:
         from fedx_pl.federation.remote import commands
     except ImportError as error:
-        raise UserError(f"a federation of sites needs Flower ({error}); type pip install 'fedx-pl[flower]'") from error
+        raise UserError(f"a federation of sites needs Flower ({error}); type {install_hint('flower')}") from error
     if options.kind == "server":
         options.host = options.host or ("127.0.0.1" if options.insecure else "0.0.0.0")
     getattr(commands, options.kind)(options)
@@ -196,16 +235,29 @@ def completion(options: argparse.Namespace) -> None:
     print(script(options.shell), end="")
 
 
-def key_reference() -> str:
-    """All groups, choices and keys with defaults and help, from the schema."""
+def key_reference(method_name: str = "") -> str:
+    """All groups, choices and keys with defaults and help, from the schema.
+
+    Args:
+        method_name: a method whose keys to list as well, if it is not built in.
+    """
     lines = ["groups (group=choice):"]
     for group in configuration.GROUPS:
         own = ", or package.module:Class" if group == "method" else ""
         auto = ", auto" if group == "profile" else ""
         lines.append(f"  {group}={' | '.join(configuration.choices(group))}{auto}{own}")
-    lines += ["  fedx=true | false", "", "keys (key=value) and their defaults:"]
+    lines += [
+        "  fedx=true | false",
+        "",
+        "keys (key=value) and the paper's defaults; without a GPU, profile=cpu has others:",
+    ]
     lines += [_key_line(key, default, text) for key, default, text in configuration.all_keys()]
-    for name, method in methods.BUILT_IN.items():
+    listed = dict(methods.BUILT_IN)
+    try:
+        listed |= {method_name: methods.find(method_name)} if method_name else {}
+    except UserError as error:  # The rest of the help is still worth reading.
+        lines += ["", f"error: {error}"]
+    for name, method in listed.items():
         lines += ["", f"keys of method={name}:"]
         for key, (_, default, text) in configuration.hyper_parameters(method).items():
             lines.append(_key_line(f"method.{key}", default, text))

@@ -4,8 +4,9 @@
 
 An override is ``group=choice`` or ``key=value``. Choices are applied first, in the order data, recipe, profile,
 whatever their place on the command line; then each ``key=value``. A choice of ``data``, ``recipe`` or ``profile`` is a
-file ``configs/GROUP/CHOICE.yaml`` that overrides the schema's defaults, which are the paper's; ``method`` is a class,
-whose keyword arguments are the keys ``method.*``; ``fedx=true`` is short for ``fedx.enabled=true``.
+file ``configs/GROUP/CHOICE.yaml`` that overrides the schema's defaults, which are the paper's; ``profile`` is ``auto``
+if nothing is said: ``paper`` with a GPU, ``cpu`` without; ``method`` is a class, whose keyword arguments are the keys
+``method.*``; ``fedx=true`` is short for ``fedx.enabled=true``.
 
 Keys end at the first ``=`` and values are taken as they are (lists as YAML), so that paths may hold any character.
 """
@@ -18,8 +19,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from difflib import get_close_matches
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.images import RESIZED
 from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.data.sources import DataOptions
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.aggregate import AggregateOptions
@@ -184,7 +184,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: an unknown key, choice or method, or a value of the wrong type; it names the nearest valid one.
     """
-    chosen = {"data": "cifar10", "recipe": "paper", "profile": "paper", "method": "simclr"}
+    chosen = {"data": "cifar10", "recipe": "paper", "profile": "auto", "method": "simclr"}
     settings: list[tuple[str, str]] = []
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -312,10 +312,10 @@ def _frozen(schema: DictConfig) -> Config:
 def _read_choice(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
     if choice not in choices(group):
-        raise UserError(
-            f"{group}={choice} is not known; did you mean {group}={_nearest(choice, choices(group))}? "
-            f"Known: {', '.join(choices(group))}"
-        )
+        gpu = group == "profile" and choice in ("gpu", "cuda")
+        names = [*choices(group), *(["auto"] if group == "profile" else [])]
+        instead = "; a GPU takes profile=paper (or auto)" if gpu else known_names(choice, names, f"{group}=")
+        raise UserError(f"{group}={choice} is not known{instead}")
     return yaml.safe_load(path.read_text()) or {}
 
 
@@ -353,12 +353,14 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
         key = re.sub(r"\[\d+\]$", "", str(error.full_key or "")) or where.partition("=")[0]
         known = _all_keys(schema)
         if key not in known:
-            raise UserError(
-                f"{where}: there is no key {key!r}; did you mean {_nearest(key, known)!r}? "
-                f"`fedx-pl train --help` lists all"
-            ) from error
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{where}: wrong type for {key}: {reason}") from error
+            guess = did_you_mean(key, known) or ";"
+            raise UserError(f"{where}: there is no key {key}{guess} `fedx-pl train --help` lists all") from error
+        usual = OmegaConf.select(schema, key)
+        usual = OmegaConf.to_container(usual) if OmegaConf.is_config(usual) else usual
+        if where.startswith(f"{key}="):
+            raise UserError(wrong_type(key, where.partition("=")[2], usual)) from error
+        given = reduce(lambda tree, part: tree[part] if isinstance(tree, dict) else tree, key.split("."), content)
+        raise UserError(f"{where}: {wrong_type(key, given, usual)}") from error
 
 
 def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
@@ -369,12 +371,6 @@ def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
         if isinstance(child, DictConfig):
             found += _all_keys(child, f"{prefix}{key}.")
     return found
-
-
-def _nearest(word: str, words: list[str]) -> str:
-    """The valid word most like ``word``; a right last part in the wrong group counts as near."""
-    same_leaf = [candidate for candidate in words if candidate.split(".")[-1] == word.split(".")[-1]]
-    return (same_leaf or get_close_matches(word, words, n=1, cutoff=0.0))[0]
 
 
 def _unlocked(node: DictConfig) -> DictConfig:

@@ -108,7 +108,7 @@ class Job:
     def next_command(self) -> list[str] | None:
         """What is still to be done for this run, as arguments of ``fedx-pl``."""
         if not self.trained():
-            return ["train", *self.overrides]
+            return ["train", *self.overrides, "--yes"]  # Nobody is there to be asked.
         left = [kind for kind in self.evaluate if read_evaluation(self.folder, kind, self.config) is None]
         how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
         if ":" in self.config.method.name:

@@ -261,17 +261,29 @@ def duration(seconds: float) -> str:
 
 
 def announcement(config: Config) -> str:
-    """What will run, before anything does."""
+    """What will run, before anything does; the profile first, since it may be the machine's choice."""
     federation = config.federation
     backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""  # Others may bring one.
-    lines = [
+    lines = []
+    no_gpu = not torch.cuda.is_available()
+    if config.profile == "cpu":
+        why = " (no GPU here)" if no_gpu else ""
+        lines.append(f"profile cpu{why}: a thin network, a subset of the images, few rounds: a quick look.")
+        lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
+    elif config.profile == "paper" and no_gpu:
+        lines.append("profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks.")
+    lines.append(
         f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
         f"{backbone}seed {config.seed}"
-    ]
-    if config.profile == "cpu":
-        lines.append("profile cpu: a thin network, a subset of the images, few rounds: a quick look.")
-        lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
+    )
     return "\n".join(lines)
+
+
+def lacks_gpu(plan: Plan) -> bool:
+    """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
+    engine = plan.config.engine
+    elsewhere = engine.name == "ray" and bool(engine.address)
+    return plan.config.profile == "paper" and plan.device.type == "cpu" and not elsewhere
 
 
 def expectation(plan: Plan, seconds: float) -> str:

@@ -14,7 +14,7 @@ def test_settings_that_differ_from_the_paper_are_listed_with_their_place(results
     mini = compose(["profile=mini"])
     assert ("| `federation.clients`", "`10`", f"`{mini.federation.clients}`", "all runs") in found
     for data in ("cifar10", "svhn"):  # Their jitter differs in the paper.
-        paper = compose([f"data={data}"])
+        paper = compose(["profile=paper", f"data={data}"])
         assert ("| `augment.hue`", f"`{paper.augment.hue}`", f"`{mini.augment.hue}`", f"data: {data}") in found
     keys = {line[0] for line in found}
     assert "| `federation.rounds`" not in keys  # of the definition, the same at both scales

@@ -80,7 +80,8 @@ def _configurations(used: Sequence[Runs], paper: Paper) -> list[_Compared]:
 def _usual(config: Config) -> Config:
     """What the paper does with a data set and a method."""
     mixins = [f"{name}={str(getattr(config, name).enabled).lower()}" for name in MIXINS]
-    return compose([f"data={config.data.name}", f"method={config.method.name}", f"seed={config.seed}", *mixins])
+    chosen = [f"data={config.data.name}", f"method={config.method.name}", f"seed={config.seed}"]
+    return compose(["profile=paper", *chosen, *mixins])
 
 
 def _rows(compared: Sequence[_Compared]) -> list[list[Inline]]:

@@ -23,8 +23,8 @@ from fedx_pl.methods.base import State
 
 # A run of seconds: the very thin network of the `tiny` fixture on images of 16 pixels.
 WORDS = (
-    "data=folder", "data.image_size=16", "backbone.name=resnet10", "backbone.width=4", "federation.epochs=1",
-    "optim.batch_size=16", "run.threads=1", "run.keep=9", "seed=3",
+    "data=folder", "profile=paper", "data.image_size=16", "backbone.name=resnet10", "backbone.width=4",
+    "federation.epochs=1", "optim.batch_size=16", "run.threads=1", "run.keep=9", "seed=3",
 )  # fmt: skip
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 

@@ -63,6 +63,11 @@ def error(site: Site, kind: str, content: Content) -> str:
 # --- a round ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_site_trains_on_all_its_images_with_or_without_a_gpu(make_site: MakeSite) -> None:
+    assert make_site().own.data.limit == 0
+    assert make_site("data.limit=10").own.data.limit == 10
+
+
 def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
     said: list[str] = []
     site = make_site(said=said)

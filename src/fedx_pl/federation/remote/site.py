@@ -70,7 +70,8 @@ class Site:
             allow_code: a method may be named by ``module:Class``; Python then imports the module.
         """
         self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
-        self.own = configuration.compose(["data=folder", *own])
+        # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
+        self.own = configuration.compose(["data=folder", "profile=paper", *own])
         self._ready: tuple[str, dict[str, Any]] | None = None
 
     def answer(self, kind: str, content: Content) -> Content | None:
