@@ -16,11 +16,12 @@ REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/res
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format docs bench report paper tensorboard audit lock clean $(RUNS) $(EXPERIMENTS)
+.PHONY: help install test test-fast lint format docs bench report paper tensorboard wheel audit lock clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
 	@echo "    DATA: $(DATA)    METHOD: $(METHODS)"
+	@echo "    PROFILE=paper takes weeks without a GPU, and asks before it starts; ARGS=--yes does not ask"
 	@echo "make EXPERIMENT [PROFILE=auto|paper|mini] [SEEDS=0,1,2] [JOBS=1]   all runs of a table or figure, then the report"
 	@echo "    EXPERIMENT: $(EXPERIMENTS)"
 	@awk -F ':.*## *' '/^[a-z][a-z-]*:.*##/ { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +65,12 @@ docs: .venv/installed-dev  ## Build the documentation's pages to site/
 
 bench: .venv/installed  ## How fast a round is: reference, bound and a rival (half an hour)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Needs no torch. An older build folder would get into it.
+wheel: | .venv/bin/python  ## Build the package for other machines, into dist/
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 audit: .venv/installed-dev  ## Known holes in the installed packages, where an advisory database can be reached
 	@$(INSTALL) --quiet pip-audit

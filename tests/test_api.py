@@ -13,7 +13,6 @@ from fedx_pl.errors import UserError
 
 
 def test_federate_trains_reads_again_and_hands_out_the_encoder(tiny: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
     words = [word for word in tiny if not word.startswith("federation.rounds")]
     options = {"run.dir": str(tmp_path / "run"), "optim": {"lr": 0.02}, "quiet": True}
     found = federate("cifar10-byol-fedx", *words, rounds=1, **options)
