@@ -149,7 +149,8 @@ def configuration_page() -> str:
             text = (config.CONFIGS / group / f"{choice}.yaml").read_text().rstrip()
             lines += [f'```yaml title="{group}={choice}"', text, "```", ""]
     lines += [
-        "`profile=auto` is `paper` with a GPU and `cpu` without. `experiment=DATA-METHOD[-fedx]` is short for "
+        "`profile=auto`, which is taken if nothing is said, is `paper` with a GPU and `cpu` without. "
+        "`experiment=DATA-METHOD[-fedx]` is short for "
         "`data=DATA method=METHOD fedx=true|false`.",
         "",
         "## Keys",

@@ -27,7 +27,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder") / "run"
     words = [
-        f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10", "run.threads=1",
+        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", "run.threads=1",
+        "backbone.name=resnet10",
         "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1", f"run.dir={folder}",
         "evaluation.linear.epochs=1", "data.limit=80",
     ]  # fmt: skip
@@ -120,7 +121,7 @@ def test_torchvision_takes_its_own_networks_and_no_others(
         Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
     large = tmp_path / "large"
     words = ["data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", f"run.dir={large}",
-             "federation.clients=1", "federation.rounds=1", "federation.epochs=1", "optim.batch_size=4"]  # fmt: skip
+             "profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1", "optim.batch_size=4"]  # fmt: skip
     assert cli.main(["train", *words]) == 0
     file = tmp_path / "resnet18.safetensors"
     assert cli.main(["export", str(large), "--to", "torchvision", "-o", str(file)]) == 0

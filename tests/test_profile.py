@@ -25,10 +25,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
         open(keyboard, "w") as typed,
         open(end) as stdin,
         open(os.dup(end), "w") as stderr,
-        monkeypatch.context() as on,
+        monkeypatch.context() as patch,
     ):
-        on.setattr("sys.stdin", stdin)
-        on.setattr("sys.stderr", stderr)
+        patch.setattr("sys.stdin", stdin)
+        patch.setattr("sys.stderr", stderr)
         yield typed
 
 

@@ -88,7 +88,7 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     with terminal.Terminal(console, config.federation.rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
-        if first <= config.federation.rounds and terminal.lacks_gpu(plan):
+        if first <= config.federation.rounds and plan.lacks_gpu:
             display.note(terminal.expectation(plan, plan.estimate_seconds(first)))
         display.expect(plan.steps_between(first, config.federation.rounds), first)
         return Federation(orchestrator.run())

@@ -70,7 +70,7 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
     Raises:
         UserError: the answer is no, or nobody can be asked.
     """
-    if not terminal.lacks_gpu(plan):
+    if not plan.lacks_gpu:
         return None
     with warnings.catch_warnings():  # The orchestrator will tell of a damaged checkpoint.
         warnings.simplefilter("ignore")
@@ -246,11 +246,8 @@ def key_reference(method_name: str = "") -> str:
         own = ", or package.module:Class" if group == "method" else ""
         auto = ", auto" if group == "profile" else ""
         lines.append(f"  {group}={' | '.join(configuration.choices(group))}{auto}{own}")
-    lines += [
-        "  fedx=true | false",
-        "",
-        "keys (key=value) and the paper's defaults; without a GPU, profile=cpu has others:",
-    ]
+    lines += ["  fedx=true | false", ""]
+    lines += ["keys (key=value) and the paper's defaults; without a GPU, profile=cpu has others:"]
     lines += [_key_line(key, default, text) for key, default, text in configuration.all_keys()]
     listed = dict(methods.BUILT_IN)
     try:

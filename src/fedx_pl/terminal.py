@@ -279,13 +279,6 @@ def announcement(config: Config) -> str:
     return "\n".join(lines)
 
 
-def lacks_gpu(plan: Plan) -> bool:
-    """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
-    engine = plan.config.engine
-    elsewhere = engine.name == "ray" and bool(engine.address)
-    return plan.config.profile == "paper" and plan.device.type == "cpu" and not elsewhere
-
-
 def expectation(plan: Plan, seconds: float) -> str:
     """On what it runs and how long it takes."""
     cuda = plan.device.type == "cuda"

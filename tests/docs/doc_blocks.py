@@ -12,7 +12,8 @@ SHELL = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(\w*)(.*)$")
 _EXEMPT = re.compile(r"^<!-- not run: (.+) -->$")
 _LIST_ITEM = re.compile(r"^\s*([-*]|\d+\.) ")
-_COMMAND = re.compile(r"^(\$ )?(fedx-pl|make|pip|pytest|python|ray|cd|export) ")
+_COMMAND = re.compile(r"^(\$ )?(fedx-pl|make|pip|pytest|\S*python3?|ray|cd|export|git) ")
+_EXTRA = re.compile(r"`?\b(\w+)`? extra\b|\bextra `(\w+)`")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,17 @@ class Block:
     @property
     def commands(self) -> list[list[str]]:
         """The commands of a shell block as words, without comments; of a console block those after a ``$``."""
+        return [words for words, _ in self.commands_with_extras]
+
+    @property
+    def commands_with_extras(self) -> list[tuple[list[str], str]]:
+        """The same, each with the extra that its comment says it needs; empty if none."""
         text = self.text.replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines()]
         if any(line.startswith("$ ") for line in lines):  # What does not begin with it is output.
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        found = [shlex.split(line, comments=True) for line in lines]
-        return [words[1:] if words[0] == "exec" else words for words in found if words]
+        found = [(shlex.split(line, comments=True), needed_extra(line.partition(" #")[2])) for line in lines]
+        return [(words[1:] if words[0] == "exec" else words, extra) for words, extra in found if words]
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -67,6 +73,12 @@ def blocks_of(page: Path) -> list[Block]:
             before = line
         at += 1
     return found
+
+
+def needed_extra(text: str) -> str:
+    """The extra that a text marks something with: "needs the `ray` extra", "(extra `ray`)"; empty if none."""
+    found = _EXTRA.search(text)
+    return (found[1] or found[2]) if found else ""
 
 
 def prose_of(page: Path) -> str:

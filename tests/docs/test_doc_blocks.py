@@ -26,7 +26,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.revisit import KINDS
 
 pytestmark = pytest.mark.xdist_group("docs")
-OTHER_PROGRAMS = ("cd", "export", "python", "ray")  # Of which nothing is checked.
+OTHER_PROGRAMS = ("cd", "export", "git", "python", "python3", "ray")  # Of which nothing is checked.
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) ->
     paper = backbones.build(Config().backbone, channels=3, image_size=32)
     save_file(paper.state_dict(), folder / "runs" / "..." / "encoder.safetensors")
     rng = np.random.default_rng(0)
-    for name in ("query.jpg", "images/a.jpg", "images/site/b.png", "images/site/c.png"):
+    names = [f"images/site/{number}.png" for number in range(24)]
+    for name in ("query.jpg", "images/a.jpg", *names):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         Image.fromarray(rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name)
     shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("results"))
-    (folder / "my_module.py").write_text("from fedx_pl.methods import SimCLR\nclass MySSL(SimCLR): pass\n")
+    (folder / "my_module.py").write_text(
+        "from fedx_pl import FedXMixin\nfrom fedx_pl.methods import SimCLR\n"
+        "class MySSL(SimCLR): pass\nclass MyFedX(FedXMixin, MySSL): pass\n"
+    )
     return folder
 
 
@@ -108,6 +112,8 @@ def test_commands_in_the_text_are_accepted(page: Path) -> None:
 def check_command(words: list[str], tiny_words: list[str] | None, where: str) -> None:
     """Fails if a command would be refused; with ``tiny_words``, runs it as well."""
     program, *arguments = words
+    if program.endswith("python") and arguments[:2] == ["-m", "pip"]:
+        program, arguments = "pip", arguments[2:]
     if program == "fedx-pl":
         check_fedx_pl(arguments, tiny_words, where)
     elif program == "make":
@@ -122,7 +128,7 @@ def check_command(words: list[str], tiny_words: list[str] | None, where: str) ->
 
 def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str) -> None:
     arguments = [word.strip("[]") for word in arguments if word not in ("...", "[...]")]
-    if arguments[-1] in ("--help", "COMMAND") or len(arguments) == 1:
+    if arguments[-1] == "COMMAND" or len(arguments) == 1:
         arguments = [*arguments[:1], "--help"]
     command = arguments[0]
     if "--help" in arguments:
@@ -184,7 +190,7 @@ def expand(word: str) -> list[str]:
 def check_pip(arguments: list[str], where: str) -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    for extras in re.findall(r"fedx-pl\[([\w,]+)\]", " ".join(arguments)):
+    for extras in re.findall(r"(?:fedx-pl|\.|\.whl)\[([\w,]+)\]", " ".join(arguments)):
         unknown = set(extras.split(",")) - set(setup["options.extras_require"])
         assert not unknown, f"{where}: setup.cfg has no extra {unknown}"
 
@@ -235,7 +241,8 @@ def test_blocks_are_found_in_both_styles(tmp_path: Path) -> None:
         "fedx-pl sweep tabel1",
         "make cifar10-bioll",
         "make {cifar10,svnh}-byol",
-        "pip install fedx-pl[rays]",
+        "pip install -e .[rays]",
+        "pip install fedx_pl-0.1.0-py3-none-any.whl[flowers]",
         "fedx train",
     ],
 )

@@ -1,0 +1,85 @@
+"""The README and the docs' first pages work after the default install: nothing on them needs an extra unsaid."""
+
+import configparser
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT
+from packaging.requirements import Requirement
+
+# Read by every Python that is started with its folder on PYTHONPATH, so that children refuse the same.
+HOOK = """
+import importlib.machinery, sys
+REFUSED = frozenset({refused})
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname.partition(".")[0] in REFUSED else super().find_spec(fullname, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+"""
+
+
+def normal(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """The distributions that requirements bring with them, as far as they are installed."""
+    found: set[str] = set()
+    seen: set[tuple[str, frozenset[str]]] = set()
+    left = [Requirement(text) for text in requirements]
+    while left:
+        requirement = left.pop()
+        name, extras = normal(requirement.name), frozenset(requirement.extras)
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            needed = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue
+        found.add(name)
+        for text in needed:
+            other = Requirement(text)
+            if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                left.append(other)
+    return found
+
+
+def modules_of_extras() -> set[str]:
+    """Top-level modules that only an extra brings; pytest's, which carries the test itself, are not among them."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    kept = closure([*setup["options"]["install_requires"].split("\n")[1:], "pytest", "setuptools", "pip"])
+    refused = closure([line for extra in extras for line in extras[extra].split("\n") if line.strip()]) - kept
+    owners = packages_distributions().items()
+    return {module for module, names in owners if {normal(name) for name in names} <= refused}
+
+
+def test_what_only_extras_bring_is_known() -> None:
+    refused = modules_of_extras()
+    assert not {"numpy", "torch", "pandas", "pytest", "rich", "fedx_pl", "packaging"} & refused
+    for module in ("flwr", "ray", "onnx", "onnxscript", "pyarrow", "dp_accounting", "hypothesis", "mkdocs"):
+        assert module in refused or module not in packages_distributions()
+
+
+def test_the_first_pages_run_without_extras(tmp_path: Path) -> None:
+    refused = modules_of_extras()
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused=json.dumps(sorted(refused))))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}"]
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "docs" / "first_pages.py")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])
