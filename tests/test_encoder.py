@@ -121,7 +121,8 @@ def test_torchvision_takes_its_own_networks_and_no_others(
         Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
     large = tmp_path / "large"
     words = ["data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", f"run.dir={large}",
-             "profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1", "optim.batch_size=4"]  # fmt: skip
+             "profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1",
+             "optim.batch_size=4"]  # fmt: skip
     assert cli.main(["train", *words]) == 0
     file = tmp_path / "resnet18.safetensors"
     assert cli.main(["export", str(large), "--to", "torchvision", "-o", str(file)]) == 0
