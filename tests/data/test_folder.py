@@ -4,6 +4,9 @@ import os
 import struct
 import zlib
 from pathlib import Path
+import subprocess
+import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -285,6 +288,31 @@ class TestLabels:
             with pytest.raises(UserError, match=message):
                 load(options(classes, **changes), report=lambda line: None)
 
+
+    def test_the_order_of_classes_does_not_depend_on_the_hash_seed(self, tmp_path: Path) -> None:
+        """All four are the same number; as strings a set has them in another order in each process."""
+        for name in ("1", "01", "001", "0001", "2"):
+            for number in range(2):
+                paint(tmp_path / f"images/{name}/{number}.png")
+        code = (
+            "import sys; from fedx_pl.data.sources import DataOptions, load\n"
+            "root, cache = sys.argv[1:]\n"
+            "print(*load(DataOptions(name='folder', root=root, cache=cache, labels='folders')).classes)"
+        )
+        for seed in ("0", "1", "2"):
+            found = subprocess.run(
+                [sys.executable, "-c", code, str(tmp_path / "images"), str(tmp_path / "cache")],
+                env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            assert found.stdout.split() == ["0001", "001", "01", "1", "2"]
+
+    def test_two_labels_for_one_image_are_refused(self, classes: Path) -> None:
+        table = classes / "labels.csv"
+        table.write_text("stray.png,cat\nsite 1/cat/0.png,dog\n./stray.png,cat\n")  # the same twice is no harm
+        assert load(options(classes, labels=str(table))).classes == ("cat", "dog")
+        table.write_text(f"stray.png,cat\nsite 1/cat/0.png,dog\n{classes / 'images/stray.png'},dog\n")
+        with pytest.raises(UserError, match=r"labels\.csv: .*stray\.png has two labels, 'cat' and 'dog'"):
+            load(options(classes, labels=str(table)))
 
 class TestImageNet:
     @pytest.fixture

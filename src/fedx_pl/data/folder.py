@@ -204,7 +204,11 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
             relative = relative.replace(os.sep, "/")
             if relative in present:
                 if label:  # an empty cell is an image without label
-                    names[at][relative] = label
+                    before = names[at].setdefault(relative, label)
+                    if before != label:
+                        raise UserError(
+                            f"data.labels={table}: {path} has two labels, {before!r} and {label!r}; keep one of them"
+                        )
                 break
         else:
             unknown.append(path)
@@ -216,7 +220,8 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
 
 def _ordered(names: set[str]) -> tuple[str, ...]:
     """Class names in order: by number if all are numbers, so that class 10 comes after class 9."""
-    return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
+    by_text = sorted(names)  # first, since 1 and 01 are the same number and a set has no order
+    return tuple(sorted(by_text, key=int) if all(name.isdecimal() for name in names) else by_text)
 
 
 def _labels(paths: Sequence[str], names: Mapping[str, str], classes: Sequence[str]) -> np.ndarray:
