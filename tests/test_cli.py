@@ -189,6 +189,14 @@ def test_overrides_may_follow_flags_and_hold_brackets(
         cli.main(["train", "--faster"])
 
 
+def test_data_alone_lists_the_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in cli.data_sets():
+        (line,) = (line for line in lines if line.startswith(f"  {name} "))
+        assert f"fedx-pl data {name}" in line
+
+
 def test_data_describes_a_set(tiny_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "cifar10", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]) == 0
     out = capsys.readouterr().out

@@ -158,9 +158,9 @@ def _all_keys(arguments: Sequence[str]) -> str:
 
 def _data_parser(commands: Any) -> argparse.ArgumentParser:
     data: _Parser = commands.add_parser(
-        "data", help="fetch a data set and describe it", usage="fedx-pl data NAME [data.key=value ...] [--debug]"
+        "data", help="fetch a data set and describe it", usage="fedx-pl data [NAME] [data.key=value ...] [--debug]"
     )
-    data.add_argument("name", metavar="NAME", help=", ".join(data_sets()))
+    data.add_argument("name", metavar="NAME", nargs="?", help=f"{', '.join(data_sets())}; without it, all are listed")
     _add_overrides(data, "data.root=FOLDER, data.download=false, ...")
     data.set_defaults(command="data")
     return data

@@ -94,7 +94,10 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
 
 
 def data(options: argparse.Namespace) -> None:
-    """Fetches a data set and describes it, all of it: a profile's `data.limit` is for training."""
+    """Fetches a data set and describes all of it (a profile's `data.limit` is for training); lists them all if unnamed."""
+    if options.name is None:
+        print(sources.overview())
+        return
     config = configuration.compose([f"data={options.name}", "data.limit=0", *options.overrides])
     print(sources.describe(sources.load(config.data, seed=config.seed)))
 

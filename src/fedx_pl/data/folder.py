@@ -35,6 +35,8 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         The data; ``groups`` are the top-level sub-folders, "." for images that lie in the root itself.
     """
     root = _folder(root_folder(options), "data.root")
+    if not options.root:
+        raise UserError("data=folder needs your images: type data.root=/path/to/images")
     test_root = _folder(Path(options.test_root).expanduser(), "data.test_root") if options.test_root else None
     if test_root and options.labels == "none":
         raise UserError("data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv")

@@ -24,7 +24,7 @@ from fedx_pl.data.named import Layout, NamedSet, RawSet
 from fedx_pl.errors import UserError, known_names
 from fedx_pl.seeding import derive
 
-__all__ = ["DATASETS", "DataOptions", "ImageData", "Split", "describe", "load"]
+__all__ = ["DATASETS", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
 
 Report = Callable[[str], None]
 
@@ -74,6 +74,20 @@ def _stored_shape(options: DataOptions) -> tuple[int, int]:
 
 
 def describe(data: ImageData) -> str:
+def overview() -> str:
+    """Lists the datasets, with what to type for each."""
+    rows = []
+    for name in DATASETS:
+        if name not in folder.SIDES:
+            spec = named.named_set(name)
+            kind = f"{spec.shape[0]} x {spec.shape[1]}, {'color' if spec.shape[2] == 3 else 'gray'}"
+            rows.append((name, f"{spec.counts[0]:,} + {spec.counts[1]:,} images, {kind}", ""))
+    rows.append(("imagenet10", "ten classes of your copy of ImageNet", " data.root=/path/to/imagenet"))
+    rows.append(("folder", "your own images", " data.root=/path/to/images"))
+    lines = [f"  {name:<11}{text:<42}fedx-pl data {name}{more}" for name, text, more in rows]
+    return "\n".join(["data sets, and what to type to fetch and describe one:", *lines])
+
+
     """Describes a dataset for people: counts, size, colour statistics, origin."""
     height, width, channels = data.train.images.shape[1:]
     lines = [f"{data.name}: {height} x {width} pixels, {channels} channel{'s' if channels > 1 else ''}"]
