@@ -1,5 +1,7 @@
 """The trained encoder without this package: every format gives the embeddings of the run's own backbone."""
 
+import base64
+import io
 import json
 import subprocess
 import sys
@@ -259,3 +261,44 @@ def test_a_method_of_one_s_own_with_the_given_backbone_is_exported_without_its_c
     (modules / "mine.py").unlink()
     forget_modules(modules)
     assert cli.main(["export", "run", "--to", "torch"]) == 0
+
+
+def test_the_encoder_reads_images_by_the_range_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own range would make a folder of dark images as bright as those of the training."""
+    rng = np.random.default_rng(0)
+    for folder, top in (("images", 4095), ("dark", 1000)):
+        (tmp_path / folder).mkdir()
+        for i in range(4):
+            values = rng.integers(0, top, (32, 32), dtype=np.uint16)
+            values[0, :2] = 0, top
+            Image.fromarray(values).save(tmp_path / folder / f"{i}.png")
+    words = ["data=folder", f"data.root={tmp_path / 'images'}", "data.image_size=32", "data.grayscale=true",
+             "backbone.name=resnet10", "backbone.width=4", "federation.clients=1", "federation.rounds=1",
+             "federation.epochs=1", "optim.batch_size=4", f"run.dir={tmp_path / 'deep'}"]  # fmt: skip
+    assert cli.main(["train", *words]) == 0
+    assert "0..4095 becomes 0..255" in capsys.readouterr().out
+    encoder = Encoder.of(tmp_path / "deep")
+    assert encoder.value_range == (0, 4095)
+    paths, features = encoder.embed_folder(tmp_path / "dark")
+    assert "0..4095 becomes 0..255, the encoder's range" in capsys.readouterr().out
+    raw = np.stack([np.asarray(Image.open(tmp_path / "dark" / path)) for path in paths])
+    torch.testing.assert_close(features, encoder.embed((raw.astype(int) * 255 // 4095).astype(np.uint8)[..., None]))
+
+    page, query = tmp_path / "page.html", tmp_path / "dark/0.png"
+    assert cli.main(["neighbours", str(tmp_path / "deep"), str(query), str(tmp_path / "dark"), "-o", str(page)]) == 0
+    assert "1.000  0.png" in capsys.readouterr().out
+    picture = base64.b64decode(page.read_text().partition("base64,")[2].partition("'")[0])
+    assert np.asarray(Image.open(io.BytesIO(picture))).max() < 100  # as dark as it is
+    assert cli.main(["export", str(tmp_path / "deep"), "--to", "safetensors"]) == 0
+    assert "16-bit images: (value - 0) / (4095 - 0)" in capsys.readouterr().out
+
+
+def test_an_encoder_that_saw_no_deep_images_takes_one_range_for_query_and_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    Image.fromarray(np.full((32, 32), 300, np.uint16)).save(tmp_path / "query.png")
+    Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32)).save(tmp_path / "folder/a.png")
+    command = ["neighbours", str(run), str(tmp_path / "query.png"), str(tmp_path / "folder")]
+    assert cli.main(command) == 0
+    assert "0..1023 becomes 0..255, the range of all of them, since the encoder" in capsys.readouterr().out

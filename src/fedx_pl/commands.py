@@ -11,6 +11,7 @@ from rich.console import Console
 from fedx_pl import config as configuration
 from fedx_pl import methods, terminal
 from fedx_pl.data import sources
+from fedx_pl.data.survey import number
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.orchestrator import Orchestrator
@@ -190,7 +191,11 @@ def export(options: argparse.Namespace) -> None:
 
     with terminal.grouped_warnings(terminal.make_console()):
         file, line = encoder.export(options.run, options.to, options.out, options.round, allow_code=options.allow_code)
-    print(f"{file}\nload it with: {line}")
+    print(file)
+    if value_range := encoder.value_range_of(options.run):
+        low, high = map(number, value_range)
+        print(f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1")
+    print(f"load it with: {line}")
 
 
 def _encoder(options: argparse.Namespace) -> "Encoder":
@@ -213,8 +218,9 @@ def neighbours(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
     from fedx_pl import neighbours
 
-    found = neighbours.find(_encoder(options), options.query, options.images, options.count)
-    neighbours.contact_sheet(options.out, options.query, options.images, found)
+    encoder = _encoder(options)
+    found = neighbours.find(encoder, options.query, options.images, options.count)
+    neighbours.contact_sheet(options.out, options.query, options.images, found, encoder.value_range)
     for path, like in found:
         print(f"{like:.3f}  {path}")
     print(f"pictures: {options.out}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,8 +18,9 @@ from fedx_pl import backbones, foreign_code, methods
 from fedx_pl.config import Config, from_tree, load
 from fedx_pl.data.decode import decode
 from fedx_pl.data.folder import list_files
-from fedx_pl.data.images import DataOptions
+from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange
 from fedx_pl.data.sources import stored_channels, stored_side
+from fedx_pl.data.survey import Parts, survey
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.checkpoint import Checkpoints
@@ -42,7 +44,14 @@ class Encoder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float], side: int) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        mean: Sequence[float],
+        std: Sequence[float],
+        side: int,
+        value_range: ValueRange | None = None,
+    ) -> None:
         """Joins the two.
 
         Args:
@@ -50,8 +59,11 @@ class Encoder(nn.Module):
             mean: per channel, of pixels from 0 to 1.
             std: per channel.
             side: of the images it was trained on.
+            value_range: what became 0 and 1 in images of more than 8 bits per value. None if it has not seen any: then
+                the first folder with such images decides.
         """
         super().__init__()
+        self.value_range = value_range
         self.backbone, self.side = backbone, side
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
@@ -90,25 +102,42 @@ class Encoder(nn.Module):
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
-        return cls(backbone, *normalisation(config, channels), side).eval()
+        return cls(backbone, *normalisation(config, channels), side, value_range_of(folder)).eval()
 
     def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.
 
         Args:
             folder: searched recursively; it is only read.
-            report: takes a line about files that are no images.
+            report: takes lines about files that are no images, and about images of more than 8 bits.
 
         Returns:
             Paths relative to the folder, sorted, and features (N, feature_dim).
         """
-        options = DataOptions(name="folder", root=str(folder), grayscale=self.channels == 1)
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder of images")
-        decoded = decode(folder, list_files(folder), self.side, options, report)
+        files = list_files(folder, report)
+        value_range = self.settle_range([(folder, files)], report)
+        decoded = decode(folder, files, self.side, self._options, report, value_range)
         if not decoded.paths:
             raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
         return list(decoded.paths), self.embed(decoded.images)
+
+    def settle_range(self, parts: Parts, report: Callable[[str], None] = print) -> ValueRange | None:
+        """Decides how images of more than 8 bits are read, unless training has; None if none is among these.
+
+        Args:
+            parts: folders and the files in them, relative.
+            report: takes lines about such images.
+        """
+        origin = "the range of all of them, since the encoder was trained without such images"
+        found = survey(parts, self._options, report, "the encoder's range" if self.value_range else origin)
+        self.value_range = self.value_range or found
+        return found
+
+    @property
+    def _options(self) -> DataOptions:
+        return DataOptions(name="folder", grayscale=self.channels == 1, value_range=list(self.value_range or ()))
 
     def embed(self, images: np.ndarray) -> Tensor:
         """Features of uint8 images (N, H, W, C)."""
@@ -210,6 +239,17 @@ def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
         dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
     )  # fmt: skip
     return f'session = onnxruntime.InferenceSession("{file}")'
+
+
+def value_range_of(run: Path) -> ValueRange | None:
+    """What a run took for black and white in images of more than 8 bits per value; None if it had no such images."""
+    file = run / VALUE_RANGE_FILE
+    try:
+        bounds = json.loads(file.read_text()) if file.exists() else _config(run).data.value_range
+        low, high = map(float, bounds or (0, 0))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} is not two numbers ({error})") from error
+    return (low, high) if low < high else None
 
 
 def _config(folder: Path) -> Config:

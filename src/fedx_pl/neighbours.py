@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 
+from fedx_pl.data.folder import list_files
+from fedx_pl.data.images import ValueRange
 from fedx_pl.data.worker import decode_file
 from fedx_pl.encoder import Encoder
 from fedx_pl.errors import UserError
@@ -32,8 +34,10 @@ def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[t
     Returns:
         Paths relative to the folder and cosine similarities.
     """
+    if encoder.value_range is None:
+        encoder.settle_range([(folder, list_files(folder, print)), (query.parent, [query.name])])
     try:
-        pixels = decode_file(str(query), encoder.side, encoder.channels == 1)
+        pixels = decode_file(str(query), encoder.side, encoder.channels == 1, encoder.value_range or ())
     except Exception as error:  # Decoders fed with foreign bytes fail in any way they like.
         raise UserError(f"{query} cannot be read as an image ({error})") from error
     paths, features = encoder.embed_folder(folder)
@@ -42,10 +46,24 @@ def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[t
     return [(paths[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
-def contact_sheet(file: Path, query: Path, folder: Path, found: list[tuple[str, float]]) -> None:
-    """Writes a page with the query and what was found, the pictures inside it."""
-    cells = [_figure(query, str(query), "query")]
-    cells += [_figure(folder / path, f"{value:.3f} {path}") for path, value in found]
+def contact_sheet(
+    file: Path,
+    query: Path,
+    folder: Path,
+    found: list[tuple[str, float]],
+    value_range: ValueRange | None = None,
+) -> None:
+    """Writes a page with the query and what was found, the pictures inside it.
+
+    Args:
+        file: the page.
+        query: the image that was looked for.
+        folder: where it was looked for.
+        found: as of `find`.
+        value_range: of the encoder.
+    """
+    cells = [_figure(query, str(query), value_range, "query")]
+    cells += [_figure(folder / path, f"{value:.3f} {path}", value_range) for path, value in found]
     page = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>neighbours of {html.escape(query.name)}</title>"
         f"<style>{_STYLE}</style><h1>Nearest neighbours</h1><p>Cosine similarity of the encoder's features.</p>"
@@ -54,11 +72,10 @@ def contact_sheet(file: Path, query: Path, folder: Path, found: list[tuple[str, 
     write_atomically(file, page.encode())
 
 
-def _figure(image: Path, caption: str, kind: str = "") -> str:
-    with Image.open(image) as opened:
-        small = ImageOps.fit(ImageOps.exif_transpose(opened).convert("RGB"), (_THUMBNAIL, _THUMBNAIL))
+def _figure(image: Path, caption: str, value_range: ValueRange | None, kind: str = "") -> str:
+    small = decode_file(str(image), _THUMBNAIL, grayscale=False, value_range=value_range or ())
     stream = io.BytesIO()
-    small.save(stream, "JPEG", quality=85)
+    Image.fromarray(small).save(stream, "JPEG", quality=85)
     source = base64.b64encode(stream.getvalue()).decode()
     return (
         f"<figure class='{kind}'><img alt='' src='data:image/jpeg;base64,{source}'>"

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from fedx_pl.data.cache import fingerprint
-from fedx_pl.data.decode import Report, decode
+from fedx_pl.data.decode import Report, decode, printable
 from fedx_pl.data.images import DataOptions, ImageData, Split, root_folder
+from fedx_pl.data.survey import survey
 from fedx_pl.errors import UserError
 
 SIDES = {"folder": 96, "imagenet10": 256}  # in pixels, where data.image_size is 0
@@ -34,19 +35,19 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     Returns:
         The data; ``groups`` are the top-level sub-folders, "." for images that lie in the root itself.
     """
-    root = _folder(root_folder(options), "data.root")
     if not options.root:
         raise UserError("data=folder needs your images: type data.root=/path/to/images")
+    root = _folder(root_folder(options), "data.root")
     test_root = _folder(Path(options.test_root).expanduser(), "data.test_root") if options.test_root else None
     if test_root and options.labels == "none":
         raise UserError("data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv")
     table = Path(options.labels).expanduser() if options.labels not in ("none", "folders") else None
 
     # a test folder or a table inside the root is no training image
-    paths = list_files(root, leave_out=[path.resolve() for path in (test_root, table) if path])
+    paths = list_files(root, report, leave_out=[path.resolve() for path in (test_root, table) if path])
     if not paths:
         raise UserError(f"data.root={options.root}: no images in {root.resolve()}")
-    test_paths = list_files(test_root) if test_root else []
+    test_paths = list_files(test_root, report) if test_root else []
     if table:
         names, test_names = _names_from_table(table, [(root, paths), *([(test_root, test_paths)] if test_root else [])])
     elif options.labels == "folders":
@@ -64,12 +65,15 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     kept = paths if test_root else sorted(set(paths) - set(held_out))
 
     size = options.image_size or SIDES["folder"]
-    train = decode(root, kept, size, options, report)
+    # One decision for all, so that a value means the same in training and evaluation.
+    parts = [(root, paths), *([(test_root, held_out)] if test_root else [])]
+    value_range = survey(parts, options, report)
+    train = decode(root, kept, size, options, report, value_range)
     if not train.paths:
         raise UserError(
             f"data.root={options.root}: no readable images in {root.resolve()} ({train.skipped} other files)"
         )
-    test = decode(test_root or root, held_out, size, options, report) if held_out else None
+    test = decode(test_root or root, held_out, size, options, report, value_range) if held_out else None
 
     classes = _ordered({*names.values(), *test_names.values()})
     groups = [path.split("/", 1)[0] if "/" in path else "." for path in train.paths]
@@ -90,6 +94,7 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         source=f"images in {root.resolve()}",
         fingerprint=fingerprint(hashes),
         skipped=train.skipped + (test.skipped if test else 0),
+        value_range=value_range,
     )
 
 
@@ -97,7 +102,7 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
     """Loads chosen classes of a local ImageNet: ``root/train/CLASS/*`` and ``root/val/CLASS/*``."""
     root = _folder(root_folder(options), "data.root")
     classes = tuple(options.classes)
-    splits = {}
+    parts = {}
     for name in ("train", "val"):
         top = _folder(root / name, "data.root", f"imagenet10 needs the sub-folders train and val in {root.resolve()}")
         present = sorted(entry.name for entry in top.iterdir() if entry.is_dir())
@@ -109,8 +114,14 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
                 near = difflib.get_close_matches(wanted, present, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise UserError(f"data.classes: there is no folder {wanted} in {top.resolve()}{hint}")
-        paths = [f"{wanted}/{path}" for wanted in sorted(set(classes)) for path in list_files(top / wanted)]
-        splits[name] = decode(top, paths, options.image_size or SIDES["imagenet10"], options, report)
+        folders = sorted(set(classes))
+        paths = [f"{wanted}/{path}" for wanted in folders for path in list_files(top / wanted, report)]
+        parts[name] = (top, paths)
+    value_range = survey(list(parts.values()), options, report)
+    splits = {}
+    for name, (top, paths) in parts.items():
+        size = options.image_size or SIDES["imagenet10"]
+        splits[name] = decode(top, paths, size, options, report, value_range)
         if not splits[name].paths:
             raise UserError(f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}")
 
@@ -130,18 +141,28 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
         source=f"images in {root.resolve()}",
         fingerprint=fingerprint(hashes),
         skipped=splits["train"].skipped + splits["val"].skipped,
+        value_range=value_range,
     )
 
 
-def list_files(root: Path, leave_out: Sequence[Path] = ()) -> list[str]:
+def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> list[str]:
     """Lists all files below ``root``, as sorted relative paths with forward slashes.
 
     Links to folders are followed, each folder once, so that loops end. What a file is, only its content tells: names
     without a known ending are listed, too.
+
+    Args:
+        root: the folder.
+        report: receives a line about each folder that cannot be read.
+        leave_out: files and folders to pass over, resolved.
     """
+
+    def unreadable(error: OSError) -> None:
+        report(f"cannot read the folder {printable(error.filename)} ({error.strerror}): its images are missing")
+
     found: list[str] = []
     seen: set[Path] = set()
-    for top, folders, files in os.walk(root, followlinks=True):
+    for top, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
         here = Path(top)
         real = here.resolve()
         if real in seen or real in leave_out:

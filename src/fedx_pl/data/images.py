@@ -12,6 +12,10 @@ ARRAYS = "arrays"  # the name of images that were brought from Python, which not
 RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
 
 
+VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such a range
+ValueRange = tuple[float, float]  # of images with more than 8 bits per value: what becomes 0 and 255
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """The config group ``data``."""
@@ -35,6 +39,10 @@ class DataOptions:
         default=0, metadata={"help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"}
     )
     grayscale: bool = field(default=False, metadata={"help": "folder: store one channel instead of three"})
+    value_range: list[float] = field(
+        default_factory=list,
+        metadata={"help": "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use"},
+    )
     labels: str = field(
         default="none", metadata={"help": "folder: none, folders (parent folder = class) or a CSV file path,label"}
     )
@@ -105,6 +113,7 @@ class ImageData:
         skipped: files in the folder that are no readable images.
         whole_train: all training images where ``data.limit`` has left some out of ``train``.
         options: what it was loaded with; ``None`` for arrays of one's own.
+        value_range: what became 0 and 255 in images of more than 8 bits per value; None if there are none.
     """
 
     name: str
@@ -115,6 +124,7 @@ class ImageData:
     source: str
     fingerprint: str
     skipped: int = 0
+    value_range: ValueRange | None = None
     options: DataOptions | None = None
     whole_train: Split | None = None
 

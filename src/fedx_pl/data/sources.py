@@ -21,6 +21,7 @@ from fedx_pl.data.fetch import FetchError
 from fedx_pl.data.formats import FormatError, one_line
 from fedx_pl.data.images import ARRAYS, DATASETS, DataOptions, ImageData, Split, cache_folder, root_folder
 from fedx_pl.data.named import Layout, NamedSet, RawSet
+from fedx_pl.data.survey import number
 from fedx_pl.errors import UserError, known_names
 from fedx_pl.seeding import derive
 
@@ -73,7 +74,6 @@ def _stored_shape(options: DataOptions) -> tuple[int, int]:
     return side, channels
 
 
-def describe(data: ImageData) -> str:
 def overview() -> str:
     """Lists the datasets, with what to type for each."""
     rows = []
@@ -88,6 +88,7 @@ def overview() -> str:
     return "\n".join(["data sets, and what to type to fetch and describe one:", *lines])
 
 
+def describe(data: ImageData) -> str:
     """Describes a dataset for people: counts, size, colour statistics, origin."""
     height, width, channels = data.train.images.shape[1:]
     lines = [f"{data.name}: {height} x {width} pixels, {channels} channel{'s' if channels > 1 else ''}"]
@@ -107,6 +108,9 @@ def overview() -> str:
     lines.append("std: " + " ".join(f"{value:.4f}" for value in std))
     if data.group_names:
         lines.append(f"sub-folders: {len(data.group_names)}")
+    if data.value_range:
+        low, high = map(number, data.value_range)
+        lines.append(f"value range: {low}..{high} became 0..255 in images of more than 8 bits per value")
     if data.skipped:
         lines.append(f"skipped: {data.skipped} files that are no readable images")
     return "\n".join([*lines, f"source: {data.source}", f"fingerprint: {data.fingerprint}"])
@@ -124,6 +128,11 @@ def _check(options: DataOptions) -> None:
     for key in ("limit", "test_limit", "image_size", "workers"):
         if getattr(options, key) < 0:
             raise UserError(f"data.{key}={getattr(options, key)}: type 0 or a positive number")
+    bounds = options.value_range
+    if bounds and not (len(bounds) == 2 and np.isfinite(bounds).all() and bounds[0] < bounds[1]):
+        raise UserError(
+            f"data.value_range={bounds}: type two numbers, the smaller first, e.g. [0,4095]; [] takes what images use"
+        )
     if not 0 <= options.test_fraction < 1:
         raise UserError(f"data.test_fraction={options.test_fraction}: type a number from 0 to below 1, e.g. 0.2")
 

@@ -1,5 +1,6 @@
 """Opening a run folder: a new one, one to go on with, or one that is refused."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from fedx_pl import foreign_code
 from fedx_pl.config import Config, flat, load
 from fedx_pl.data import partition
+from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.pending import Pending
@@ -67,6 +69,8 @@ def open_run(
             Pending(folder).clear()  # Updates of a first round that other code began.
         foreign_code.write_record(folder, code)  # Before the configuration, which makes it a run.
         write_atomically(file, config.to_yaml().encode())
+        if plan.data.value_range:  # Who uses the encoder later must read images in the same way.
+            write_atomically(folder / VALUE_RANGE_FILE, json.dumps(plan.data.value_range).encode())
         if plan.clients:  # Real sites keep to themselves which images they own.
             split, options = folder / "split.json", config.content()["partition"]
             partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)

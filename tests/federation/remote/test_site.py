@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import federation_parts as parts
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config import Config, compose
@@ -58,6 +60,31 @@ def error(site: Site, kind: str, content: Content) -> str:
     assert not found.tensors
     assert found.meta["site"] == "a"
     return str(found.meta["error"])
+
+
+# --- images of more than 8 bits per value ---------------------------------------------------------------------------
+
+
+def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_path: Path) -> None:
+    """Or a value would mean one thing here and another elsewhere."""
+    (tmp_path / "deep").mkdir()
+    for number in range(4):
+        values = np.linspace(0, 1000 * number + 9, 256).astype(np.uint16).reshape(16, 16)
+        Image.fromarray(values).save(tmp_path / f"deep/{number}.png")
+    root = f"data.root={tmp_path / 'deep'}"
+    said: list[str] = []
+    refusal = error(make_site(root, said=said), wire.HELLO, hello())
+    assert "data.value_range=[LOW,HIGH]" in refusal
+    assert "3009" not in refusal  # what its pixels are is the site's own business
+    assert any("0..3009" in line for line in said)
+    for site, told in (
+        (make_site(root), hello("data.value_range=[0,4095]")),
+        (make_site(root, "data.value_range=[0,9999]"), hello("data.value_range=[0,4095]")),  # the coordinator's counts
+        (make_site(root, "data.value_range=[0,4095]"), hello()),
+        (make_site(root), hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"])),  # of the coordinator's images
+    ):
+        assert site.answer(wire.HELLO, told).meta["images"] == 4
+        assert site.plan.data.value_range == (0, 4095)
 
 
 # --- a round ----------------------------------------------------------------------------------------------------------

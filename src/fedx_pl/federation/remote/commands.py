@@ -70,9 +70,8 @@ def _coordinate(options: argparse.Namespace) -> None:
         link = Link(plan.config.run_folder / "flower", options.host, options.port, known)
         watcher.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
         try:
-            engine = FlowerEngine(
-                plan, watcher, link, site.offer(config, channels, side), wait=options.wait, timeout=options.timeout
-            )
+            offered = site.offer(config, channels, side, plan.data.value_range)
+            engine = FlowerEngine(plan, watcher, link, offered, wait=options.wait, timeout=options.timeout)
         except BaseException:
             link.close()
             raise

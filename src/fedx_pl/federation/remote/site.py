@@ -43,10 +43,19 @@ HEALTH_IMAGES = 512
 KEPT_ROUNDS = 3
 
 
-def offer(config: Config, channels: int, side: int) -> dict[str, Any]:
-    """The part of a configuration that a coordinator tells its sites."""
+def offer(config: Config, channels: int, side: int, value_range: Sequence[float] | None = None) -> dict[str, Any]:
+    """The part of a configuration that a coordinator tells its sites.
+
+    Args:
+        config: of the run.
+        channels: of an image.
+        side: of an image.
+        value_range: of the coordinator's own images, if they have more than 8 bits per value.
+    """
     whole = asdict(config)
     data = {"image_size": side, "grayscale": channels == 1, "mean": whole["data"]["mean"], "std": whole["data"]["std"]}
+    if bounds := list(value_range or config.data.value_range):
+        data["value_range"] = bounds
     return {key: whole[key] for key in SHARED} | {"data": data}
 
 
@@ -109,6 +118,12 @@ class Site:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
         data = sources.load(config.data, seed=config.seed, report=self.report)
+        if data.value_range and not config.data.value_range:
+            # Left to itself each site would take its own range, and one value would mean different things.
+            raise UserError(
+                "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
+                "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
+            )
         self.rows = np.arange(len(data.train.images))
         self.plan = planning.assemble(config, data, [])
         self.trainer = self.plan.trainer(lambda: None, secret_noise=True)
@@ -132,6 +147,7 @@ class Site:
         told = configuration.from_tree(tree, "the coordinator's configuration")
         self._require_privacy(told.privacy)
         data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
+        data["value_range"] = told.data.value_range or self.own.data.value_range
         return replace(told, data=replace(self.own.data, **data), run=self.own.run)
 
     def _require_privacy(self, told: PrivacyOptions) -> None:
