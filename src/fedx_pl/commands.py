@@ -95,10 +95,11 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
 
 
 def data(options: argparse.Namespace) -> None:
-    """Fetches a data set and describes all of it (a profile's `data.limit` is for training); lists them all if unnamed."""
+    """Fetches a data set and describes it; without a name, lists what there is."""
     if options.name is None:
         print(sources.overview())
         return
+    # All of it: the limit of a profile is for training.
     config = configuration.compose([f"data={options.name}", "data.limit=0", *options.overrides])
     print(sources.describe(sources.load(config.data, seed=config.seed)))
 
