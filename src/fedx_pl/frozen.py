@@ -101,6 +101,16 @@ class Frozen:
             self._start(unfolded, fold=False)
 
 
+def copy_network(network: nn.Module) -> nn.Module:
+    """A deep copy, also of a network with old-style weight normalization, such as lightly's DINOProjectionHead.
+
+    Its layers hold a weight that is computed before each forward pass; autograd's results cannot be deep-copied.
+    """
+    attributes = [value for module in network.modules() for value in vars(module).values()]
+    results = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(network, {id(result): result.detach().clone() for result in results})
+
+
 def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
     """Names of layers and of the BatchNorms that are the only ones to see their output.
 
@@ -141,7 +151,7 @@ def _tracked(network: nn.Module) -> dict[str, bool]:
 
 
 def _copy(source: nn.Module) -> nn.Module:
-    network = copy.deepcopy(source).eval()
+    network = copy_network(source).eval()
     deactivate_requires_grad(network)
     return network
 

@@ -1,7 +1,5 @@
 """Everything a run needs, made ready but not started: data, split, model, device; and what it will cost."""
 
-import copy
-import time
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,9 +20,9 @@ from fedx_pl.data.module import ClientData, ImageStore
 from fedx_pl.data.sources import ImageData, Split
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
-from fedx_pl.federation import privacy, regularizers
-from fedx_pl.federation.client import LocalTrainer, RoundContext, resolve_precision
-from fedx_pl.methods.base import SSLMethod, State
+from fedx_pl.federation import estimate, privacy, regularizers
+from fedx_pl.federation.client import LocalTrainer, resolve_precision
+from fedx_pl.methods.base import LocalRound, SSLMethod, State
 from fedx_pl.mixins import MIXINS, wrap
 from fedx_pl.seeding import derive
 
@@ -168,26 +166,15 @@ class Plan:
         return int(steps * self.clients_per_round / len(self.clients) * (last - first + 1))
 
     def estimate_seconds(self, first_round: int = 1) -> float:
-        """Expected duration: the best of a few short fits and one batch of features, on a copy of the model."""
-        rounds = self.config.federation.rounds
-        trainer = LocalTrainer(copy.deepcopy(self.model), self.device, self.precision, regularizer=self.regularizer)
+        """Expected duration, from a few training steps and one batch of features; the model stays as it is."""
+        rounds, epochs = self.config.federation.rounds, self.config.federation.epochs
         largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
-        per_step = _time_step(trainer, self.client_data(largest, round=1), self.first_state())
-        training = self.steps_between(first_round, rounds) * per_step
-        return training + self.evaluator.estimate_seconds(trainer.model, self.device, first_round, rounds)
-
-
-def _time_step(trainer: LocalTrainer, data: ClientData, state: State, budget: float = 3.0) -> float:
-    """Seconds per optimiser step, from fits of two steps, the first of which warms up."""
-    two = replace(data, index=data.index[: 2 * data.views_size], relation_size=min(data.relation_size, data.views_size))
-    context = RoundContext(1, 1, 1, 0, state, "average")
-    best, spent = float("inf"), 0.0
-    while spent < budget:
-        started = time.perf_counter()
-        trainer.run(context, 0, two, None)
-        seconds = time.perf_counter() - started
-        best, spent = min(best, seconds / len(two)), spent + seconds
-    return best
+        data = self.client_data(largest, round=1)
+        local = LocalRound(first_round, rounds, largest, epochs, 0, self.config.seed, data)
+        per_step = estimate.step_seconds(self.model, data, local, self.device, self.precision)
+        with estimate.restored(self.model):
+            evaluating = self.evaluator.estimate_seconds(self.model, self.device, first_round, rounds)
+        return self.steps_between(first_round, rounds) * per_step + evaluating
 
 
 def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:

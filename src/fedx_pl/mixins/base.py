@@ -24,6 +24,14 @@ class Mixin(SSLMethod):
         """The frozen networks, for those who move and compile them."""
         return []
 
+    def refresh_teachers(self) -> None:
+        """Makes the frozen networks what they are in the round that begins; all that a mixin's loss needs of it."""
+
+    def on_round_start(self) -> None:
+        """Refreshes the teachers."""
+        super().on_round_start()
+        self.refresh_teachers()
+
     def compile_networks(self) -> None:
         """The teachers too."""
         super().compile_networks()

@@ -4,7 +4,6 @@ What is left is the alignment module: all clients are drawn towards one frozen b
 public images, so that their embedding spaces do not part.
 """
 
-import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl.errors import UserError, require
-from fedx_pl.frozen import Frozen
+from fedx_pl.frozen import Frozen, copy_network
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -45,7 +44,7 @@ class FedCAMixin(Mixin):
         """
         super().__init__(*args, **kwargs)
         self.fedca = fedca or FedCAOptions()
-        network = nn.ModuleDict({"backbone": copy.deepcopy(self.backbone), "projector": copy.deepcopy(self.projector)})
+        network = nn.ModuleDict({"backbone": copy_network(self.backbone), "projector": copy_network(self.projector)})
         state = _base_state(self.fedca.base)
         try:
             network.load_state_dict({name: tensor for name, tensor in state.items() if name in network.state_dict()})

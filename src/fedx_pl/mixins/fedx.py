@@ -174,9 +174,9 @@ class FedXMixin(Mixin):
 
     # --- the global model F -------------------------------------------------------------------------------------------
 
-    def on_round_start(self) -> None:
+    def refresh_teachers(self) -> None:
         """Freezes the model that was just received as F."""
-        super().on_round_start()
+        super().refresh_teachers()
         self.now = self.fedx.in_round(self.local.round)
         self.global_model.refresh(nn.Sequential(self.backbone, self.projector))
         self._queues = None

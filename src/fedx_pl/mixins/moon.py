@@ -4,7 +4,6 @@ The local embedding should be nearer to what the global model of the round says 
 said at the end of its last round. The paper calls this MOON-unsup.
 """
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
 from fedx_pl.errors import require
-from fedx_pl.frozen import Frozen
+from fedx_pl.frozen import Frozen, copy_network
 from fedx_pl.losses import model_contrast
 from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
 from fedx_pl.mixins.base import Mixin
@@ -48,7 +47,7 @@ class MoonMixin(Mixin):
         """
         super().__init__(*args, **kwargs)
         self.moon = moon or MoonOptions()
-        self.moon_previous = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
+        self.moon_previous = nn.Sequential(copy_network(self.backbone), copy_network(self.projector))
         deactivate_requires_grad(self.moon_previous)
         self._moon_global, self._moon_before = Frozen(), Frozen()
 
@@ -68,9 +67,9 @@ class MoonMixin(Mixin):
         super().reset_private()
         self._remember()
 
-    def on_round_start(self) -> None:
+    def refresh_teachers(self) -> None:
         """Both models are frozen for the round."""
-        super().on_round_start()
+        super().refresh_teachers()
         self._moon_global.refresh(nn.Sequential(self.backbone, self.projector))
         self._moon_before.refresh(self.moon_previous)
 

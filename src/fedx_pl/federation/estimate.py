@@ -1,0 +1,162 @@
+"""How long an optimizer step takes, measured on the model that is about to train, without leaving a trace in it.
+
+Nothing of a method runs but its forward and backward pass: no hooks, no callbacks, no optimizer. The model is not
+copied either, since not every module can be. Its tensors and attributes are put back instead.
+"""
+
+import itertools
+import random
+import time
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedx_pl.data.module import ClientData
+from fedx_pl.errors import UserError
+from fedx_pl.methods.base import LocalRound, SSLMethod, Views
+from fedx_pl.mixins.base import Mixin
+
+BUDGET_SECONDS = 3.0  # No further step begins after them.
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def step_seconds(
+    model: SSLMethod,
+    data: ClientData,
+    local: LocalRound,
+    device: torch.device,
+    precision: str,
+) -> float:
+    """Seconds of one step, from making the batch to its gradients: the best of a few.
+
+    The optimizer's own work is left out; it is small beside the backward pass.
+
+    Args:
+        model: of the run; the same before and after.
+        data: of a client.
+        local: what the loss may ask of the round.
+        device: where training happens; the model moves there.
+        precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
+    """
+    model.to(device)
+
+    def best(loss: Callable[[Views], Tensor]) -> float:
+        batches = itertools.chain.from_iterable(data.epoch(number) for number in itertools.count())
+        fastest, spent = float("inf"), 0.0
+        while spent < BUDGET_SECONDS:
+            started = time.perf_counter()
+            with torch.autocast(device.type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST):
+                total = loss(next(batches))
+            total.backward()
+            model.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - started
+            fastest, spent = min(fastest, seconds), spent + seconds
+        return fastest
+
+    with restored(model):
+        model.local = local
+        model.train()
+        if isinstance(model, Mixin):
+            model.refresh_teachers()
+            for teacher in model.teachers():
+                teacher.to(device)
+        try:
+            return best(lambda batch: model.loss(batch, model.embed_views(batch)).total)
+        except UserError:
+            raise
+        except Exception as error:  # What a loss needs of a hook or of the Trainer is not there.
+            reason = f"{type(error).__name__}: {error}"
+    with restored(model):
+        model.train()
+        warnings.warn(
+            f"the estimated time is that of the network alone: {type(model).__name__}.loss() does not run "
+            f"outside a round ({reason})",
+            stacklevel=2,
+        )
+        return best(lambda batch: model.embed_views(batch).first.float().square().mean())
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Puts a model and all random generators back as they were.
+
+    This covers every tensor, container and attribute that can be reached from the model.
+    """
+    containers, tensors, arrays, generators = _contents(model)
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = sorted({tensor.device.index for tensor, *_ in tensors if tensor.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in generators:
+            generator.set_state(state)
+        for container, content in containers:
+            _refill(container, content)
+        for array, values in arrays:
+            array[...] = values
+        with torch.no_grad():
+            for tensor, values, gradient, trainable in tensors:
+                tensor.requires_grad_(trainable).grad = gradient
+                if not torch.equal(tensor, values):
+                    tensor.copy_(values)
+
+
+def _contents(model: nn.Module) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """What can change within a model, each with what it holds now."""
+    containers: list[Any] = []
+    tensors: list[Any] = []
+    arrays: list[Any] = []
+    generators: list[Any] = []
+    seen: dict[int, object] = {}  # Held, or another object could get the same id.
+    waiting: list[Any] = [vars(model)]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, _CODE):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            if item.is_leaf:  # Others are results, such as the weight under weight normalization.
+                tensors.append((item, item.detach().clone(), item.grad, item.requires_grad))
+        elif isinstance(item, np.ndarray):
+            if item.flags.writeable:
+                arrays.append((item, item.copy()))
+        elif isinstance(item, torch.Generator):
+            generators.append((item, item.get_state()))
+        elif isinstance(item, dict):
+            containers.append((item, dict(item)))
+            waiting += item.values()
+        elif isinstance(item, list | set | deque):
+            containers.append((item, list(item)))
+            waiting += item
+        elif isinstance(item, tuple | frozenset):
+            waiting += item
+        elif hasattr(item, "__dict__"):
+            waiting.append(vars(item))
+    return containers, tensors, arrays, generators
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Gives a container its former content, if it has another one now."""
+    if isinstance(container, dict):
+        same = list(container) == list(content) and all(container[key] is content[key] for key in content)
+        if not same:
+            container.clear()
+            container.update(content)
+        return
+    now = list(container)
+    if len(now) != len(content) or any(a is not b for a, b in zip(now, content, strict=True)):
+        container.clear()
+        container.update(content) if isinstance(container, set) else container.extend(content)
