@@ -10,6 +10,7 @@ from simsiam import FedXSimSiam, SimSiam
 from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, FedXOptions, Loss, SSLMethod, Views
+from fedx_pl.errors import UserError
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import State
 from fedx_pl.mixins import wrap
@@ -261,6 +262,36 @@ def test_a_method_without_a_loss_says_so() -> None:
 def test_two_terms_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="both named"):
         Loss(a=torch.ones(())) | Loss(a=torch.ones(()))
+
+
+class Shaped(SSLMethod):
+    """A loss whose term has the shape that the test gives it."""
+
+    shape: tuple[int, ...] = ()
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        return Loss(plain=z.first.square().mean(), shaped=z.second.square().mean().expand(self.shape))
+
+
+@pytest.mark.parametrize("fedx", [False, True])
+def test_a_term_of_one_element_counts_whatever_its_axes(fedx: bool) -> None:
+    updates = []
+    for shape in ((), (1,), (1, 1)):
+        model = make_model(wrap(FedXMixin, Shaped) if fedx else Shaped)
+        model.shape = shape
+        updates.append(train(model, data_for(model)))
+    for update in updates[1:]:
+        assert torch.equal(update.losses, updates[0].losses)
+        assert all(torch.equal(update.state[name], updates[0].state[name]) for name in update.state)
+
+
+def test_a_term_that_is_not_one_number_is_named_with_its_shape() -> None:
+    model = make_model(Shaped)
+    model.shape = (8,)
+    with pytest.raises(UserError, match=r"the loss term 'shaped' has shape \(8,\).*Loss\(shaped=term\.mean\(\)\)"):
+        train(model, data_for(model))
+    with pytest.raises(UserError, match=r"the loss term 'extra' is 0\.5, not a tensor"):
+        Loss(extra=0.5).total  # type: ignore[arg-type]  # noqa: B018
 
 
 def test_one_forward_pass_serves_all_views() -> None:

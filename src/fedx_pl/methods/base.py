@@ -23,7 +23,7 @@ import torch
 from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
-from fedx_pl.errors import require
+from fedx_pl.errors import UserError, require
 
 State = dict[str, Tensor]
 
@@ -67,7 +67,28 @@ class Loss(dict[str, Tensor]):
     @property
     def total(self) -> Tensor:
         """The sum of all terms."""
-        return torch.stack(list(self.values())).sum()
+        return self.stacked().sum()
+
+    def stacked(self) -> Tensor:
+        """All terms in one tensor (terms,).
+
+        A term of one element may have any number of axes: there is only one thing it can mean.
+
+        Raises:
+            UserError: for a term that is not one number.
+        """
+        for name, term in self.items():
+            if not isinstance(term, Tensor):
+                raise UserError(
+                    f"the loss term {name!r} is {term!r}, not a tensor; return torch.tensor({term!r}), "
+                    f"or leave it out"
+                )
+            if term.numel() != 1:
+                raise UserError(
+                    f"the loss term {name!r} has shape {tuple(term.shape)}, not one number; "
+                    f"return its mean, e.g. Loss({name}=term.mean())"
+                )
+        return torch.stack([term.reshape(()) for term in self.values()])
 
     def __mul__(self, weight: float) -> "Loss":
         return Loss({name: weight * term for name, term in self.items()})
@@ -294,8 +315,9 @@ class SSLMethod(pl.LightningModule):
         self.term_names = self.term_names or tuple(loss)
         if tuple(loss) != self.term_names:
             raise RuntimeError(f"loss terms changed within a round from {self.term_names} to {tuple(loss)}")
-        total = loss.total
-        self._terms.append(torch.stack([total, *loss.values()]).detach())
+        terms = loss.stacked()
+        total = terms.sum()
+        self._terms.append(torch.cat([total[None], terms]).detach())
         return total
 
     def on_train_epoch_start(self) -> None:
