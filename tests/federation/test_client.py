@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fedx_pl.federation.client import (
 )
 from fedx_pl.federation.plan import resolve_device
 from fedx_pl.methods import BYOL, SimCLR
+from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import FedXMixin, wrap
 
 
@@ -167,3 +169,45 @@ def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pyte
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
     assert [str(warning.message) for warning in recwarn] == []
+
+
+class TwoGroups(SimCLR):
+    """An optimizer of its own: a small rate for the backbone, a large one for the projector, halved after each step."""
+
+    backbone_first = True
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": list(self.backbone.parameters()), "lr": 0.4},
+            {"params": list(self.projector.parameters()), "lr": 0.04},
+        ]
+        optimizer = torch.optim.AdamW(groups if self.backbone_first else groups[::-1])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("backbone_first", [True, False])
+def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first: bool) -> None:
+    """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3; `optim.lr` is another."""
+    model = make_model(TwoGroups, optim=OptimOptions(lr=9.0))
+    model.backbone_first = backbone_first  # type: ignore[assignment]
+    update = train(model, data_for(model, images=24))
+    assert len(update.losses) == 3
+    assert update.metrics["lr"] == pytest.approx(0.7 / 3)
+
+
+def test_the_usual_learning_rate_is_told_to_the_last_bit() -> None:
+    model = make_model(SimCLR, optim=OptimOptions(lr=0.1, schedule="cosine"))
+    assert train(model, data_for(model), round=3).metrics["lr"] == model.optim.lr_at(3, 10)
+
+
+class TensorRate(SimCLR):
+    """Its learning rate is a tensor, whose value only the device knows."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.25))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_told() -> None:
+    model = make_model(TensorRate)
+    assert train(model, data_for(model, images=16)).metrics["lr"] == 0.25

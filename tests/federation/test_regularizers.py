@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import data_for, make_model, train
+from helpers import Watching, data_for, make_model, train
 from safetensors.torch import load_file
 from torch import nn
 
@@ -227,6 +227,99 @@ def orchestrator_stops_after_round_1(words: list[str]) -> None:
 
     with pytest.raises(Stop):
         Orchestrator(prepare(compose(words), report=lambda line: None), Display()).run()
+
+
+class OwnOptimizer(SimCLR):
+    """Its optimizer is the test's choice."""
+
+    kind = "adam"
+
+    def configure_optimizers(self) -> Any:
+        own, head = list(self.backbone.parameters()), list(self.projector.parameters())
+        if self.kind == "adam":
+            return {"optimizer": torch.optim.Adam([*own, *head], lr=0.001)}
+        if self.kind == "trainer":
+            steps = self.trainer.estimated_stepping_batches
+            return torch.optim.Adam([*own, *head], lr=1 / steps)
+        rates = {"two rates": (0.1, 0.2), "sgd": (0.1, 0.1)}[self.kind]
+        groups = [{"params": own, "lr": rates[0]}, {"params": head, "lr": rates[1], "weight_decay": 0.0}]
+        return [torch.optim.SGD(groups, lr=1.0)], []
+
+
+@pytest.fixture
+def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
+    name = f"method={__name__}:OwnOptimizer"
+    return [*tiny, name, "regularizer=scaffold", f"run.dir={tmp_path / 'run'}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("adam", r"scaffold works with torch\.optim\.SGD only, OwnOptimizer\.configure_optimizers returns Adam;"),
+        ("two rates", r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*type regularizer=fedprox"),
+    ],
+)
+def test_scaffold_refuses_an_optimizer_it_does_not_fit_before_the_data_are_fetched(
+    own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, message: str
+) -> None:
+    """The data are not even there."""
+    monkeypatch.setattr(OwnOptimizer, "kind", kind)
+    words = [word for word in own_optimizer if not word.startswith("data.root=")]
+    with pytest.raises(UserError, match=message):
+        prepare(compose([*words, f"data.root={tmp_path / 'nowhere'}"]), report=lambda line: None)
+
+
+def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
+    own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No client is dropped for it: the run ends before its first step."""
+    monkeypatch.setattr(OwnOptimizer, "kind", "trainer")
+    display = Watching()
+    orchestrator = Orchestrator(prepare(compose(own_optimizer), report=lambda line: None), display)
+    with pytest.raises(UserError, match=r"configure_optimizers returns Adam;"):
+        orchestrator.run()
+    assert display.steps == 0
+    assert not any("dropped" in note for note in display.notes)
+
+
+def test_scaffold_takes_an_sgd_of_one_s_own(own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups may differ in all but the learning rate, which is then the one that is logged."""
+    monkeypatch.setattr(OwnOptimizer, "kind", "sgd")
+    display = Watching()
+    Orchestrator(prepare(compose(own_optimizer), report=lambda line: None), display).run()
+    assert [(row["lr"], row["dropped"]) for row in display.rows[1:]] == [(0.1, 0), (0.1, 0)]
+
+
+class Halved(Line):
+    """SGD whose rate is halved after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([self.p], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_scaffold_corrects_each_step_by_the_rate_that_the_step_had() -> None:
+    """Slope 2, rates .1 and .05, c = 1, c_i = 0: p = 1 - .15 * 3 = .55, and c_i <- 0 - 1 + .45 / .15 = 2."""
+    model, scaffold = make_model(Halved), Scaffold()
+    server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
+    state = regularizers.join(model.shared_state(), server)
+    update = two_steps(model, state=state, regularizer=scaffold)
+    assert update.state["p"].item() == pytest.approx(0.55)
+    assert update.memory.private["regularizer/p"].item() == pytest.approx(2.0)
+
+
+class Warming(Line):
+    """A warm-up whose first round has a rate of zero."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.p], lr=0.0)
+
+
+def test_scaffold_learns_nothing_from_a_round_without_a_rate() -> None:
+    model, scaffold = make_model(Warming), Scaffold()
+    update = two_steps(model, regularizer=scaffold)
+    assert update.state["server/p"].item() == update.memory.private["regularizer/p"].item() == 0
 
 
 def test_an_unknown_regularizer_is_refused() -> None:

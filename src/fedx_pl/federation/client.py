@@ -2,9 +2,10 @@
 
 import logging
 import signal
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,18 +124,19 @@ class LocalTrainer:
         asked = client < self.angles_below and not self.privacy.noise
         sample = data.plain_sample(ANGLE_IMAGES) if asked else None
         received = self._embed(sample) if sample is not None else None
-        epochs = LocalEpochs(data)
+        epochs, rates = LocalEpochs(data), _LearningRates()
         self.model.start_round(
             LocalRound(context.round, context.rounds, client, context.epochs, before.epochs, seed, data)
         )
         with _quiet_lightning():
             try:
-                self._trainer(context.epochs).fit(self.model, epochs)
+                self._trainer(context.epochs, rates).fit(self.model, epochs)
             except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; we have a run to save.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
         self.model.on_round_end()
         update = self._update(context, client, data, before)
+        update.metrics.update(rates.mean())
         if sample is not None and received is not None:
             update.metrics["angle"] = angles(self._embed(sample), received).mean().item()
         return replace(update, seconds=time.perf_counter() - started, data_seconds=epochs.seconds)
@@ -143,7 +145,7 @@ class LocalTrainer:
         """The paper's ``f(x)`` of normalised images, in eval mode."""
         return extract(nn.Sequential(self.model.backbone, self.model.projector), images, lambda batch: batch)
 
-    def _trainer(self, epochs: int) -> pl.Trainer:
+    def _trainer(self, epochs: int, rates: pl.Callback) -> pl.Trainer:
         return pl.Trainer(
             max_epochs=epochs,
             accelerator="gpu" if self.device.type == "cuda" else self.device.type,
@@ -151,7 +153,7 @@ class LocalTrainer:
             strategy=_StayOnDevice(self.device),
             precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
             plugins=self._plugins or None,
-            callbacks=[self.regularizer, _Tick(self.tick)],
+            callbacks=[self.regularizer, rates, _Tick(self.tick)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -235,6 +237,38 @@ class _StayOnDevice(SingleDeviceStrategy):
     def teardown(self) -> None:
         self.optimizers = []  # A Trainer is full of cycles: the momentum would live on until Python happens to collect.
         self.precision_plugin.teardown()
+
+
+class _LearningRates(pl.Callback):
+    """Reads the learning rate of every step from the optimizer itself, which may be the method's own.
+
+    Of several parameter groups it is that of the group with the most parameters.
+    """
+
+    def __init__(self) -> None:
+        self._group: dict[str, Any] = {}
+        self._rates: list[float | Tensor] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if groups:
+            self._group = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        rate = self._group.get("lr")
+        if rate is not None:
+            # A tensor's value would have to be waited for: it is read when the round is over.
+            self._rates.append(rate.detach().clone() if isinstance(rate, Tensor) else rate)
+
+    def mean(self) -> dict[str, float]:
+        """``lr`` of the round, the mean over its steps; nothing without an optimizer."""
+        rates = [float(rate) for rate in self._rates]
+        return {"lr": mean(rates)} if rates else {}
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; of equal values the value itself, to the last bit."""
+    return values[0] if len(set(values)) == 1 else statistics.fmean(values)
 
 
 class _Tick(pl.Callback):

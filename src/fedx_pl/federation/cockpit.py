@@ -77,7 +77,7 @@ class Cockpit:
         writer.forget_projector()
         number = row["round"]
         losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
-        told = list(dict.fromkeys(key for update in updates for key in update.metrics))
+        told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
         if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
             writer.layout(layout(rows))
         if events:
@@ -88,7 +88,8 @@ class Cockpit:
             scalars |= band(name, scalars[f"loss/{name}"], updates)
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"]}
         scalars |= {f"clients/{key}": row[key] for key in told}
-        scalars |= {"optim/lr": row["lr"]} | ({"privacy/epsilon": row["epsilon"]} if "epsilon" in row else {})
+        single = {"optim/lr": "lr", "privacy/epsilon": "epsilon"}
+        scalars |= {tag: row[key] for tag, key in single.items() if key in row}
         writer.round(number, scalars | self._system(rows))
         self._clients(number, updates)
         if self.plan.evaluator.due(number, self.plan.config.federation.rounds)[1]:
@@ -132,7 +133,8 @@ class Cockpit:
         told["loss"] = {update.client: update.loss().mean().item() for update in updates if len(update.losses)}
         for update in updates:
             for key, value in update.metrics.items():
-                told.setdefault(key, {})[update.client] = value
+                if key != "lr":  # The same for all but in rare methods: one curve is enough.
+                    told.setdefault(key, {})[update.client] = value
             first_step = update.memory.steps - len(update.losses)
             self.writer.client_losses(update.client, first_step, update.losses, update.loss_names)
         for key, values in told.items():

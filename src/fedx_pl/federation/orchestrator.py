@@ -18,7 +18,7 @@ from fedx_pl.federation import aggregate, engines, regularizers
 from fedx_pl.federation.aggregate import STATISTICS, Aggregator, BadUpdate
 from fedx_pl.federation.alarms import COLLAPSED, look
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.client import ClientMemory, RoundContext, Update, mean
 from fedx_pl.federation.cockpit import Cockpit
 from fedx_pl.federation.engines import Engine, Lost, Watcher
 from fedx_pl.federation.pending import Pending
@@ -291,13 +291,9 @@ class Orchestrator:
             means = [update.loss(name).mean().item() for update in telling]
             row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, weights)
         for name in dict.fromkeys(name for update in updates for name in update.metrics):
-            row[name] = statistics.fmean(update.metrics[name] for update in updates if name in update.metrics)
+            row[name] = mean([update.metrics[name] for update in updates if name in update.metrics])
         seen = sum(update.images_seen for update in updates)
-        row |= {
-            "clients": len(updates),
-            "dropped": found.dropped,
-            "lr": plan.config.optim.lr_at(round, plan.config.federation.rounds),
-        }
+        row |= {"clients": len(updates), "dropped": found.dropped}
         row |= {"images_per_second": seen / trained, "train_seconds": trained}
         made = sum(update.data_seconds for update in updates)
         row |= {"data_seconds": made, "step_seconds": sum(update.seconds for update in updates) - made}

@@ -186,6 +186,7 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
     """
     privacy.require_possible(config.privacy, config.regularizer.name)
     resolve_device(config.run.device)  # A wrong one is better known before the data are fetched.
+    _require_fitting_optimizer(config)
     data = sources.load(config.data, seed=config.seed, report=report)
     train, images = data.train, data.train.images
     clients = partition.make(
@@ -219,6 +220,7 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
     model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
     plan = Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
     plan.require_budget()
+    _require_fitting_optimizer(config, plan)
     return plan
 
 
@@ -241,6 +243,32 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
     parts = {f"{key} {array.shape}": cache.sha256(array) for key, array in arrays.items() if array is not None}
     data = replace(data, name=ARRAYS, fingerprint=cache.fingerprint(parts), options=options)
     return replace(config, name=name, data=options), data
+
+
+def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None:
+    """Raises a `UserError` if the regularizer does not work with an optimizer of the method's own.
+
+    One that needs the Trainer, or the data before there are any, cannot be asked yet; the regularizer looks again
+    when training starts.
+
+    Args:
+        config: of the run.
+        plan: if there is one; before, a model for usual images is made.
+    """
+    method = methods.find(config.method.name)
+    own = method.configure_optimizers is not SSLMethod.configure_optimizers
+    if config.regularizer.name != "scaffold" or not own:
+        return
+    federation = config.federation
+    try:
+        model = plan.model if plan else build_model(config, channels=3, image_size=32)
+        data: Any = plan.client_data(0, round=1) if plan and plan.clients else None
+        with estimate.restored(model):
+            model.local = LocalRound(1, federation.rounds, 0, federation.epochs, 0, config.seed, data)
+            optimizers = regularizers.optimizers_in(model.configure_optimizers())
+    except Exception:
+        return
+    regularizers.make(config.regularizer).require_fitting(optimizers, method.__name__)
 
 
 def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

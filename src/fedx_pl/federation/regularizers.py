@@ -5,14 +5,16 @@ travel with the global weights under names that start with `SERVER`; what a clie
 like weights and then given to `Regularizer.fold`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fedx_pl.errors import require
+from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import SSLMethod, State
 
 SERVER = "server/"
@@ -50,6 +52,18 @@ class Regularizer(pl.Callback):
     def finish(self, model: SSLMethod) -> tuple[State, State]:
         """After local training: tensors for the server, named as in `server_state`, and those the client keeps."""
         return {}, {}
+
+    def require_fitting(self, optimizers: Sequence[Optimizer], method: str) -> None:
+        """Raises a `UserError` for optimizers that it does not work with.
+
+        Args:
+            optimizers: of the method.
+            method: its name, for the message.
+        """
+
+    def on_train_start(self, trainer: pl.Trainer, model: Any) -> None:
+        """Checks the optimizers that are really there."""
+        self.require_fitting(trainer.optimizers, type(model).__name__)
 
     def fold(self, before: State, mean: State, share: float) -> State:
         """The server's next tensors.
@@ -95,6 +109,9 @@ class Scaffold(Regularizer):
     0.9 would make it ten times too large. c is the mean of the c_i weighted by images, as the weights themselves are.
     Only parameters have control variates, BatchNorm's statistics have none. With 16-mixed, a step that the loss scaler
     skips is still corrected and counted.
+
+    Steps must be gradients times one learning rate. Adam's and LARS's are of another size: their control variates
+    would be many times as long as the weights.
     """
 
     def __init__(self) -> None:
@@ -102,6 +119,7 @@ class Scaffold(Regularizer):
         self._received: list[Tensor] = []
         self._own: list[Tensor] = []  # c_i
         self._correction: tuple[Tensor, ...] = ()  # c - c_i
+        self._rate = 0.0  # of the step that is being taken
         self._rates = 0.0  # sum of the learning rates of all steps
 
     def server_state(self, model: SSLMethod) -> State:
@@ -116,18 +134,41 @@ class Scaffold(Regularizer):
         self._own = [own[name].to(p.device) for name, p in self._parameters.items()]
         usual = [server[name].to(p.device) for name, p in self._parameters.items()]
         self._correction = torch._foreach_sub(usual, self._own)
-        self._rates = 0.0
+        self._rate = self._rates = 0.0
+
+    def require_fitting(self, optimizers: Sequence[Optimizer], method: str) -> None:
+        """SGD with one learning rate for all parameters."""
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
+        instead = "return one torch.optim.SGD, or type regularizer=fedprox or regularizer=none"
+        if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.SGD):
+            raise UserError(
+                f"regularizer=scaffold works with torch.optim.SGD only, {method}.configure_optimizers returns "
+                f"{names}; {instead}"
+            )
+        rates = sorted({float(group["lr"]) for group in optimizers[0].param_groups})
+        if len(rates) > 1:
+            raise UserError(
+                f"regularizer=scaffold needs one learning rate for all parameters, the SGD of "
+                f"{method}.configure_optimizers has {', '.join(f'{rate:g}' for rate in rates)}; {instead}"
+            )
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, model: Any, optimizer: Optimizer) -> None:
+        """Reads the learning rate: after the step, a scheduler may have changed it already."""
+        self._rate = float(optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, model: Any, *_: Any) -> None:
         """Corrects the step; Lightning calls this before the method's own hook, so that EMA targets follow it."""
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        torch._foreach_add_(list(self._parameters.values()), self._correction, alpha=-rate)
-        self._rates += rate
+        torch._foreach_add_(list(self._parameters.values()), self._correction, alpha=-self._rate)
+        self._rates += self._rate
 
     @torch.no_grad()
     def finish(self, model: SSLMethod) -> tuple[State, State]:
         """The change of c_i goes to the server, c_i stays."""
+        if not self._rates:  # A scheduler's warm-up may begin with a round of zeros: nothing was learned.
+            unchanged = [torch.zeros_like(own) for own in self._own]
+            names = self._parameters
+            return dict(zip(names, unchanged, strict=True)), dict(zip(names, self._own, strict=True))
         moved = torch._foreach_sub(self._received, [p.detach() for p in self._parameters.values()])
         own = torch._foreach_sub(torch._foreach_div(moved, self._rates), self._correction)
         change = torch._foreach_sub(own, self._own)
@@ -141,6 +182,17 @@ class Scaffold(Regularizer):
 def make(options: RegularizerOptions) -> Regularizer:
     """The regulariser of a configuration."""
     return {"none": Regularizer, "fedprox": lambda: FedProx(options.mu), "scaffold": Scaffold}[options.name]()
+
+
+def optimizers_in(configured: Any) -> list[Optimizer]:
+    """The optimizers in whatever Lightning allows `configure_optimizers` to return."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return optimizers_in(configured.get("optimizer"))
+    if isinstance(configured, list | tuple):
+        return [optimizer for part in configured for optimizer in optimizers_in(part)]
+    return []  # None, or a scheduler
 
 
 def trained_parameters(model: SSLMethod) -> dict[str, Tensor]:

@@ -225,7 +225,7 @@ class FlowerEngine(Engine):
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
             own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
-            if own := [name for name in own if name != "loss_scale"]:
+            if own := [name for name in own if name not in ("loss_scale", "lr")]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
             if len(self._told | losses.keys() | metrics.keys()) > MOST_NAMES:
                 raise BadMessage("it tells too many different numbers")
