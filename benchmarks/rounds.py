@@ -75,6 +75,9 @@ class Silent:
     clients: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
 
+    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+        """Nothing to show."""
+
     def step(self, count: int = 1) -> None:
         """Nothing to show."""
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedx_pl.config import Config, flat
+from fedx_pl.eta import Eta
 from fedx_pl.federation.client import Update
 from fedx_pl.federation.orchestrator import Result
 from fedx_pl.federation.plan import Plan
@@ -72,16 +73,17 @@ class Terminal:
     Losses and images per second are of the clients that are done: those of every step stay on the device until then.
     """
 
-    def __init__(self, console: Console, rounds: int) -> None:
+    def __init__(self, console: Console, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepares the display.
 
         Args:
             console: where to write.
             rounds: of the whole run.
+            clock: seconds, from any origin.
         """
-        self.console, self.rounds, self.steps = console, rounds, 0
-        self._done, self._rounds_done, self._first = 0, 0.0, 0  # Rounds tell the time where steps are taken elsewhere.
-        self._started = self._round_started = self._last_line = time.monotonic()
+        self.console, self.rounds = console, rounds
+        self._clock, self._left = clock, Eta(rounds, clock)
+        self._round_started = self._last_line = clock()
         self._images, self._rate, self._loss, self._terms = 0, "", "", ""
         self._of, self._workers = 0, dict[str, str]()
         self._live = is_live(console)
@@ -101,15 +103,20 @@ class Terminal:
 
     def expect(self, steps: int, first: int = 1) -> None:
         """Tells how many optimiser steps are still to come, for the ETA, and the first round."""
-        self.steps, self._first = steps, first
-        self._started = self._round_started = time.monotonic()
+        self._left.expect(steps, first - 1)
         self._progress.update(self._task, total=steps, description=f"round {first}/{self.rounds}")
+
+    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+        """Begins to count the round's time and images: not before, since real sites are waited for."""
+        self._of, self._images, self._round_started = of, 0, self._clock()
+        self._left.start(round_number, done / of if of else 0.0, steps)
+        self._move(f"round {round_number}/{self.rounds}, {done}/{of} clients")
 
     def step(self, count: int = 1) -> None:
         """Advances the bar, which is drawn a few times a second."""
-        self._done += count
-        if self._live and self.steps:
-            self._progress.update(self._task, completed=self._done)
+        self._left.step(count)
+        if self._live and self._left.steps:
+            self._move()
 
     def working(self, worker: str, client: int | None) -> None:
         """Shows what each worker does, where there are several."""
@@ -121,10 +128,10 @@ class Terminal:
         if update is not None:
             self._hear(update)
         self._of = of
-        self._advance(round, done / of)
+        self._left.client(done / of)
         doing = f"{done}/{of} clients" if done < of else "evaluating"
-        self._progress.update(self._task, description=f"round {round}/{self.rounds}, {doing}")
-        if not self._live and time.monotonic() - self._last_line > QUIET_SECONDS:
+        self._move(f"round {round}/{self.rounds}, {doing}")
+        if not self._live and self._clock() - self._last_line > QUIET_SECONDS:
             parts = [f"  round {round}/{self.rounds}: {done} of {of} clients done", self._loss, self._rate, self._eta()]
             self._print(", ".join(part for part in parts if part))
 
@@ -134,14 +141,13 @@ class Terminal:
         parts = [f"round {round:>3}/{self.rounds}" if round else "untrained    "]
         labels = {"loss": "loss", "knn_top1": "kNN", "linear_top1": "linear"}
         parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
+        self._left.row(round, row.get("evaluate_seconds", 0.0))
         if round:
-            self._advance(round, 1)
             parts += [f"{row['images_per_second']:,.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
         self._print("  ".join(parts))
         clients = f", 0/{self._of} clients" if self._of else ""
         following = f"round {round + 1}/{self.rounds}{clients}" if round < self.rounds else "finishing"
-        self._progress.update(self._task, description=following)
-        self._images, self._round_started = 0, time.monotonic()
+        self._move(following)
 
     def note(self, text: str) -> None:
         """A line that must not be missed."""
@@ -149,19 +155,16 @@ class Terminal:
 
     def _hear(self, update: Update) -> None:
         self._images += update.images_seen
-        self._rate = f"{self._images / (time.monotonic() - self._round_started):,.0f} img/s"  # as the round's line
+        passed = max(self._clock() - self._round_started, 1e-9)
+        self._rate = f"{self._images / passed:,.0f} img/s"  # as the round's line
         if len(update.losses):
             means = zip(update.loss_names, update.losses.mean(0).tolist(), strict=False)  # A site's word is its own.
             total, *terms = [f"{name.replace('_', ' ')} {mean:.2f}" for name, mean in means]
             self._loss, self._terms = total.replace("total", "loss"), ", ".join(terms if len(terms) > 1 else [])
 
-    def _advance(self, round: int, share: float) -> None:
-        """Tells how much of a round is done; the bar goes by it if nobody tells of steps."""
-        self._first = self._first or round
-        self._rounds_done = round - self._first + share
-        if not self.steps:
-            to_come = self.rounds - self._first + 1
-            self._progress.update(self._task, completed=self._rounds_done, total=to_come)
+    def _move(self, description: str | None = None) -> None:
+        """Moves the bar by steps, or by rounds where nobody tells of steps."""
+        self._progress.update(self._task, completed=self._left.done, total=self._left.total, description=description)
 
     def _below(self) -> list[Text]:
         now = ", ".join(part for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms) if part)
@@ -170,15 +173,11 @@ class Terminal:
         return [line for line in lines if line]
 
     def _eta(self) -> str:
-        to_come = self.rounds - self._first + 1
-        done, all = (self._done, self.steps) if self.steps else (self._rounds_done, to_come)
-        if not done:
-            return "ETA unknown"
-        left = (time.monotonic() - self._started) * max(all - done, 0) / done
-        return f"ETA {duration(left)}"
+        seconds = self._left.seconds()
+        return "ETA unknown" if seconds is None else f"ETA {duration(seconds)}"
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._last_line = time.monotonic()
+        self._last_line = self._clock()
         self.console.print(text, style=style, soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fedx_pl.config import Config, compose
 from fedx_pl.errors import UserError
+from fedx_pl.federation import pending
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
 from fedx_pl.federation.orchestrator import Orchestrator, Result
 from fedx_pl.federation.plan import prepare
@@ -284,3 +285,42 @@ def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
         Orchestrator(plan, Watching())
     first.run()
     Orchestrator(plan, Watching()).run()
+
+
+def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clients' steps and images are no work of this process: not in the ETA, and not in its images per second."""
+    monkeypatch.setattr(pending, "WORTH", 0.0)
+
+    class Stop(Exception):
+        pass
+
+    class Starts(Watching):
+        stop_at = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.starts: list[tuple[int, int, int, int]] = []
+            self.seen = dict[int, int]()
+
+        def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+            self.starts.append((round_number, done, of, steps))
+
+        def client(self, round: int, done: int, of: int, update: Update | None) -> None:
+            assert update is not None
+            self.seen[round] = self.seen.get(round, 0) + update.images_seen
+            if done == self.stop_at:
+                raise Stop
+
+    words = [*tiny, f"run.dir={tmp_path / 'run'}"]
+    first, second = Starts(), Starts()
+    first.stop_at = 1
+    with pytest.raises(Stop):
+        Orchestrator(prepare(compose(words), report=lambda line: None), first).run()
+    result = Orchestrator(prepare(compose(words), report=lambda line: None), second).run()
+    assert first.starts == [(1, 0, 3, 0)]
+    assert second.starts == [(1, 1, 3, first.steps), (2, 0, 3, 0)]
+    for row in result.rows:
+        assert row["images_per_second"] * row["train_seconds"] == pytest.approx(second.seen[row["round"]])
+    assert first.seen[1] > 0

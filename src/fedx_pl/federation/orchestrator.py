@@ -33,6 +33,9 @@ FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 class Display(Watcher, Protocol):
     """What the orchestrator and its engine tell while a run goes on."""
 
+    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+        """The clients of a round begin to train; an earlier process had finished ``done`` of them, in so many steps."""
+
     def client(self, round: int, done: int, of: int, update: Update | None) -> None:
         """A client of the round is done; None if its update was refused."""
 
@@ -42,6 +45,9 @@ class Display(Watcher, Protocol):
 
 class Silent(Display):
     """Shows nothing."""
+
+    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+        """Nothing to show."""
 
     def step(self, count: int = 1) -> None:
         """Nothing to show."""
@@ -77,6 +83,7 @@ class Collected:
     average: Aggregator
     updates: list[Update] = field(default_factory=list)  # without weights
     records: dict[int, ClientRecord] = field(default_factory=dict)
+    loaded: list[int] = field(default_factory=list)  # of them, the clients that an earlier process had trained
     dropped: int = 0
     bad: list[int] = field(default_factory=list)  # whose updates were refused
     bytes_up: int = 0
@@ -129,9 +136,10 @@ class Orchestrator:
             self._introduce(cockpit)
             self._stop_if_collapsed()
             for round in range(self.state.round + 1, config.federation.rounds + 1):
-                started, self._events = time.perf_counter(), []
+                self._events = []
                 # (1) Choose the clients and freeze what they all start from.
                 chosen = engine.choose(round, away=self._quarantined(engine, round))
+                started = time.perf_counter()  # Now: real sites may have been waited for.
                 context = RoundContext(
                     round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
                     config.federation.batchnorm,
@@ -165,6 +173,9 @@ class Orchestrator:
             update = self._with_drift(replace(update, state=state))
             found.add(update)
             found.keep(update, record)
+            found.loaded.append(update.client)
+        steps_before = sum(len(update.losses) for update in found.updates)
+        self.display.start(round, len(found.loaded), len(chosen), steps_before)
         waiting = [client for client in chosen if client not in found.records]
         for outcome in engine.run(context, waiting, self._memory_of) if waiting else ():
             try:
@@ -181,7 +192,7 @@ class Orchestrator:
                 self.pending.save(round, update, record)
                 found.keep(update, record)
             last = found.updates[-1] if outcome.client in found.records else None
-            self.display.client(round, len(found.updates), len(chosen), last)
+            self.display.client(round, len(found.updates) + found.dropped, len(chosen), last)
         found.updates.sort(key=lambda update: update.client)  # In whatever order they came.
         return found
 
@@ -273,9 +284,11 @@ class Orchestrator:
             return
         plan = self.plan
         plan.load(self.global_state)  # A fork's are not those of the plan.
+        started = time.perf_counter()
         self.state.untrained = plan.evaluator.measure(plan.model, plan.device, 0, plan.config.federation.rounds)
+        evaluated = time.perf_counter() - started
         cockpit.introduce(self.state.untrained)
-        self.display.row({"round": 0, **self.state.untrained})
+        self.display.row({"round": 0, **self.state.untrained, "evaluate_seconds": evaluated})
 
     def _row(self, round: int, found: Collected, trained: float) -> dict[str, Any]:
         plan, updates = self.plan, found.updates
@@ -292,9 +305,8 @@ class Orchestrator:
             row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, weights)
         for name in dict.fromkeys(name for update in updates for name in update.metrics):
             row[name] = mean([update.metrics[name] for update in updates if name in update.metrics])
-        seen = sum(update.images_seen for update in updates)
         row |= {"clients": len(updates), "dropped": found.dropped}
-        row |= {"images_per_second": seen / trained, "train_seconds": trained}
+        row |= {"images_per_second": images_per_second(found, trained), "train_seconds": trained}
         made = sum(update.data_seconds for update in updates)
         row |= {"data_seconds": made, "step_seconds": sum(update.seconds for update in updates) - made}
         row |= {"aggregate_seconds": found.seconds, "evaluate_seconds": evaluated}
@@ -320,6 +332,21 @@ class Orchestrator:
                 f"round {round - 1} is saved in {self.folder}. When the clients named above are mended, type the same "
                 f"command to go on with round {round}; add aggregate.quarantine=0 to ask those in quarantine, too"
             )
+
+
+def images_per_second(found: Collected, trained: float) -> float:
+    """The rate of this process: images of clients that an earlier one had trained took none of its time.
+
+    Args:
+        found: the round's updates.
+        trained: seconds that this process has trained.
+    """
+    here = [update for update in found.updates if update.client not in found.loaded]
+    if here:
+        return sum(update.images_seen for update in here) / trained
+    # All were there when the run was resumed: their own rate, one after the other.
+    seconds = sum(update.seconds for update in found.updates)
+    return sum(update.images_seen for update in found.updates) / seconds if seconds else 0.0
 
 
 def drift_of(state: State, reference: State) -> float:
