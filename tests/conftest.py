@@ -10,14 +10,16 @@ from pathlib import Path
 
 # Some virtual machines announce AMX and then trap on its instructions; bf16 has other kernels. Read when torch loads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# The processes that tests start have no more threads than the tests themselves (see `helpers.THREADS`).
+os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("FEDX_TEST_THREADS", "1"))
 
 import numpy as np
 import pytest
 import torch
-from helpers import forget_modules, tiny_federation
+from helpers import THREADS, forget_modules, tiny_federation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
-torch.set_num_threads(1)
+torch.set_num_threads(THREADS)
 # Whoever runs the tests, on whatever terminal, what they look at is drawn alike.
 os.environ["TERM"] = "xterm"
 for key in ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

@@ -1,6 +1,7 @@
 """Small real parts for tests: models, client data, a round to train in, an experiment."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from fedx_pl.federation.orchestrator import Silent
 from fedx_pl.federation.regularizers import Regularizer, join
 from fedx_pl.methods.base import LocalRound, State
 
+# Threads of torch in every test and in what a test starts.
+THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
@@ -32,7 +36,7 @@ def tiny_federation(data: Path, runs: Path) -> list[str]:
     return [
         "profile=paper", f"data.root={data}", "data.verify=false", "data.download=false", f"run.root={runs}",
         "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "run.threads=1",
+        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", f"run.threads={THREADS}",
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from helpers import THREADS
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
@@ -55,7 +56,7 @@ def child(words: list[str], fault: dict[str, Any] | None) -> int:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

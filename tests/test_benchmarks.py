@@ -18,7 +18,7 @@ from benchmarks.measure import Lap, best, flops, interleave
 from benchmarks.report import Part, Row, save
 from benchmarks.rounds import VARIANTS, Setting, images_of, training_round, variant
 from benchmarks.targets import TARGETS, Target
-from helpers import data_for, make_model, start
+from helpers import THREADS, data_for, make_model, start
 
 from fedx_pl.data.module import ClientData
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def thin_and_few(tiny_root: Path) -> list[str]:
     """Overrides that make any part run on the small CIFAR-10 with a very thin network."""
     data = [f"data.root={tiny_root}", "data.verify=false", "data.download=false"]
-    return [*data, "backbone.name=resnet10", "backbone.width=4", "backbone.stem=half", "run.threads=1"]
+    return [*data, "backbone.name=resnet10", "backbone.width=4", "backbone.stem=half", f"run.threads={THREADS}"]
 
 
 def settled(**fedx: Any) -> tuple[SSLMethod, ClientData]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import THREADS
 
 from fedx_pl.config import compose
 from fedx_pl.federation.orchestrator import Orchestrator, Silent
@@ -51,7 +52,7 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"fedx={fedx}",
             "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=3",
             "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
-            "run.threads=1", f"run.dir={root / f'fedu-fedx-{fedx}'}",
+            f"run.threads={THREADS}", f"run.dir={root / f'fedu-fedx-{fedx}'}",
         ]  # fmt: skip
         Orchestrator(prepare(compose(words), report=lambda line: None), Silent()).run()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(root), "--port", "0", "--host", "127.0.0.1"]

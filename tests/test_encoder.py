@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import METHOD, forget_modules, tiny_federation
+from helpers import METHOD, THREADS, forget_modules, tiny_federation
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -29,10 +29,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder") / "run"
     words = [
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", "run.threads=1",
+        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false",
         "backbone.name=resnet10",
         "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1", f"run.dir={folder}",
-        "evaluation.linear.epochs=1", "data.limit=80",
+        "evaluation.linear.epochs=1", "data.limit=80", f"run.threads={THREADS}",
     ]  # fmt: skip
     assert cli.main(["train", *words]) == 0
     return folder

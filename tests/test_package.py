@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from helpers import THREADS
 from PIL import Image
 
 import fedx_pl
@@ -111,7 +112,7 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
     assert shown.stdout.startswith(f"fedx-pl {fedx_pl.__version__}, Python 3.")
     words = ["data=folder", "data.root=images", "data.image_size=32", "method=byol", "fedx=true", "profile=cpu",
              "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1",
-             "optim.batch_size=4", "run.threads=1", "run.dir=run"]  # fmt: skip
+             "optim.batch_size=4", f"run.threads={THREADS}", "run.dir=run"]  # fmt: skip
     trained = run(installed, "train", *words, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "run" / "encoder.safetensors").exists()

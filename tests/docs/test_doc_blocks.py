@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doc_blocks import PAGES, ROOT, SHELL, blocks_of, prose_of
+from helpers import THREADS
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -34,7 +35,7 @@ def tiny_words(tiny_root: Path) -> list[str]:
     """Overrides that make any federation one of seconds."""
     return [
         f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10",
-        "backbone.width=4", "federation.clients=3", "evaluation.linear.epochs=5", "run.threads=1",
+        "backbone.width=4", "federation.clients=3", "evaluation.linear.epochs=5", f"run.threads={THREADS}",
     ]  # fmt: skip
 
 

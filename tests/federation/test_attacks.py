@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Watching
+from helpers import THREADS, Watching
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def overrides(tiny_root: Path) -> list[str]:
     return [
         f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10",
         "backbone.width=4", f"federation.clients={CLIENTS}", "federation.rounds=1", "federation.epochs=1",
-        "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100", "run.threads=1",
+        "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100", f"run.threads={THREADS}",
     ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import data_for, make_model
+from helpers import THREADS, data_for, make_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -35,7 +35,7 @@ def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}", "method=fedu",
         "fedx=true", "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
         "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
-        "run.threads=1", "run.client_curves=2",
+        f"run.threads={THREADS}", "run.client_curves=2",
     ])  # fmt: skip
     return found
 
@@ -167,7 +167,7 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
     run([
         "data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "method=simclr",
         "backbone.name=resnet10", "backbone.width=4", "federation.clients=2", "federation.rounds=1",
-        "federation.epochs=1", f"run.dir={tmp_path / 'run'}", "run.threads=1", "data.image_size=32",
+        "federation.epochs=1", f"run.dir={tmp_path / 'run'}", f"run.threads={THREADS}", "data.image_size=32",
         "optim.batch_size=4", "partition.kind=iid",
     ])  # fmt: skip
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers import Watching
+from helpers import THREADS, Watching
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ from fedx_pl.methods.base import State
 # A run of seconds: the very thin network of the `tiny` fixture on images of 16 pixels.
 WORDS = (
     "data=folder", "profile=paper", "data.image_size=16", "backbone.name=resnet10", "backbone.width=4",
-    "federation.epochs=1", "optim.batch_size=16", "run.threads=1", "run.keep=9", "seed=3",
+    "federation.epochs=1", "optim.batch_size=16", f"run.threads={THREADS}", "run.keep=9", "seed=3",
 )  # fmt: skip
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 
@@ -79,7 +79,7 @@ class Process:
         self.log = log
         start = f"{code}\nimport sys; from fedx_pl.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", start] if code else [sys.executable, "-m", "fedx_pl"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(THREADS), "COLUMNS": "200"}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [*command, *words],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import federation_parts as parts
 import pytest
+from helpers import THREADS
 
 pytest.importorskip("flwr")
 
@@ -66,7 +67,7 @@ class Federation:
         place.mkdir(exist_ok=True)
         log = place / f"{len(list(place.glob('*.log')))}.log"
         keys = self.folder / "keys" / "sites" / name
-        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), "run.threads=1"]
+        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), f"run.threads={THREADS}"]
         return Process(log, "federate", "client", *words, code=code)
 
     def server(self, run: str, *words: str, clients: int = 3) -> Process:

@@ -9,7 +9,7 @@ from typing import Any
 import federation_parts as parts
 import pytest
 import torch
-from helpers import Watching
+from helpers import THREADS, Watching
 
 pytest.importorskip("cryptography")
 
@@ -44,7 +44,7 @@ def federate(
     config = compose([*parts.WORDS, "federation.clients=3", f"run.dir={folder / 'run'}", *words])
     watching, link = Watching(), MemoryLink()
     for node, name in enumerate(("c", "a", "b")):  # They come in any order.
-        own = [f"data.root={images / name}", f"data.cache={folder / 'cache'}", "run.threads=1"]
+        own = [f"data.root={images / name}", f"data.cache={folder / 'cache'}", f"run.threads={THREADS}"]
         site = Site(name, folder / f"state-{name}", own, lambda line: None)
         link.join(node, (change or {}).get(name, lambda answer: answer)(site.answer), key=name)
 

@@ -11,6 +11,7 @@ import federation_parts as parts
 import numpy as np
 import pytest
 import torch
+from helpers import THREADS
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -35,7 +36,7 @@ def make_site(images: Path, tmp_path: Path) -> MakeSite:
     """Sites on one state folder: a second one is the first after a restart."""
 
     def make(*own: str, said: list[str] | None = None, allow_code: bool = False) -> Site:
-        words = [f"data.root={images}", f"data.cache={tmp_path / 'cache'}", "run.threads=1", *own]
+        words = [f"data.root={images}", f"data.cache={tmp_path / 'cache'}", f"run.threads={THREADS}", *own]
         report = (lambda line: None) if said is None else said.append
         return Site("a", tmp_path / "state", words, report, allow_code=allow_code)
 
