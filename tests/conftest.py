@@ -17,9 +17,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import THREADS, forget_modules, tiny_federation
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "new_method"))
 torch.set_num_threads(THREADS)
+# A loaded machine takes its time, and no example is wrong because of that.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 # Whoever runs the tests, on whatever terminal, what they look at is drawn alike.
 os.environ["TERM"] = "xterm"
 for key in ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

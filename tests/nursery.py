@@ -2,7 +2,8 @@
 
 It reads JSON lines, ``{"words": [...], "fault": {"call": "fsync", "number": 7, "how": "kill"} or null}``, answers each
 with the child's process id, and with its exit status once it has ended (negative: killed by that signal). With a fault,
-the child is killed (or its disk is full) at the given call of `os.fsync` or `os.replace`, before or after it happens.
+the child is killed (or its disk is full) at the given call of `os.fsync` or `os.replace`, before or after it happens;
+with ``"file"``, only calls whose last argument ends so are counted.
 """
 
 import errno
@@ -28,7 +29,7 @@ def break_at(fault: dict[str, Any]) -> None:
 
     def broken(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += str(arguments[-1]).endswith(fault.get("file", ""))
         if calls != fault["number"]:
             return real(*arguments, **options)
         if fault["how"] == "full":

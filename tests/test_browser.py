@@ -38,7 +38,7 @@ PAGES = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no browser; apt-get install chromium"),
+    pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium"),
 ]
 
 
@@ -60,7 +60,7 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with open(log, "w") as lines:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=lines)
     try:
-        for _ in range(300):
+        for _ in range(1500):
             if found := re.search(r"http://\S+", log.read_text()):
                 yield found[0]
                 return
@@ -97,22 +97,22 @@ class Page:
 
     def wait_for(self, text: str, within: str = "", exact: bool = False) -> None:
         """Until it can be seen, in whatever frame (the projector lives in one of its own)."""
-        for _ in range(300):
+        for _ in range(1500):
             for frame in self.window.frames:
                 place = frame.locator(within) if within else frame
                 if place.get_by_text(text, exact=exact).locator("visible=true").count():
                     return
             self.window.wait_for_timeout(200)
-        pytest.fail(f"{text!r} did not show within a minute")
+        pytest.fail(f"{text!r} did not show within five minutes")
 
     def wait_for_images(self, count: int) -> None:
         """Until so many are really there, not only asked for."""
         loaded = "images => images.filter(image => image.naturalWidth > 0).length"
-        for _ in range(300):
+        for _ in range(1500):
             if self.window.locator("img").evaluate_all(loaded) >= count:
                 return
             self.window.wait_for_timeout(200)
-        pytest.fail(f"{count} images did not load within a minute")
+        pytest.fail(f"{count} images did not load within five minutes")
 
     def keep(self, name: str) -> None:
         if folder := os.environ.get("FEDX_SCREENSHOTS"):

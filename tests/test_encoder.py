@@ -85,8 +85,8 @@ def test_an_exported_encoder_loads_in_one_line_and_gives_the_same_embeddings(
 ) -> None:
     """Another batch size than the one it was exported with."""
     if to == "onnx":
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
+        pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install -e '.[dev]'")
     file = tmp_path / f"encoder.{to}"
     assert cli.main(["export", str(run), "--to", to, "-o", str(file)]) == 0
     line = capsys.readouterr().out.splitlines()[-1].removeprefix("load it with: ")
@@ -140,7 +140,7 @@ def test_torchvision_takes_its_own_networks_and_no_others(
 def test_embed_writes_a_table(run: Path, pictures: Path, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"embeddings{suffix}"
     if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[tables]'")
     assert cli.main(["embed", str(run), str(pictures), "-o", str(file)]) == 0
     expected = [f"{colour}/{i}.png" for colour in ("blue", "red") for i in range(3)]
     if suffix == ".npz":

@@ -28,7 +28,8 @@ from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.federation.pending import Pending
 
 CASES = int(os.environ.get("FEDX_FUZZ", "300"))
-fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=QUIET)
 
 KEYS = [key for key, _, _ in configuration.all_keys()]
 VALUES = st.one_of(

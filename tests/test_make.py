@@ -24,7 +24,7 @@ TARGETS = [f"{d}-{m}{x}" for d in DATA for m in METHODS for x in ("", "-fedx")]
 def commands() -> dict[str, list[str]]:
     """What make would run for each target, without running it."""
     if shutil.which("make") is None:
-        pytest.skip("no make")
+        pytest.skip("needs make: apt-get install make")
     done = subprocess.run(
         ["make", "-n", "-o", ".venv/installed", *TARGETS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -55,6 +55,7 @@ def test_a_target_composes_and_trains_one_step(target: str, commands: dict[str, 
     assert len(update.losses) == (2 if full.fedx.enabled else 1)
 
 
+@pytest.mark.usefixtures("commands")  # Which needs make, too.
 def test_help_lists_every_target() -> None:
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in ("DATA-METHOD[-fedx]", *DATA, *METHODS, "make test", "make tensorboard", "PROFILE"):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -70,32 +71,55 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert "one seed: no statement" in page
 
 
+# Trains two rounds, and the third when its gate is open.
+WAITS = """
+import time
+from pathlib import Path
+
+from fedx_pl.methods import SimCLR
+
+class Waits(SimCLR):
+    def __init__(self, backbone, gate: str = "", **simclr):
+        super().__init__(backbone, **simclr)
+        self.gate = Path(gate)
+
+    def on_round_start(self):
+        super().on_round_start()
+        while self.local.round == 3 and not self.gate.exists():
+            self.gate.with_name("gate.here").touch()
+            time.sleep(0.05)
+"""
+
+
 def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -> None:
     """A sweep that is told to end ends its runs as well; the next one starts after the last finished round."""
     what = " ".join(
         word for word in tiny if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
     )
-    rare = "federation.rounds=12 evaluation.knn_every=12 evaluation.linear_every=12"
-    axes = f"axes:\n  variant: {{plain: method=simclr {rare}}}"
+    (tmp_path / "waits.py").write_text(WAITS)
+    words = f"method=waits:Waits method.gate={tmp_path / 'gate'} federation.rounds=4 evaluation.knn_every=4"
+    axes = f"axes:\n  variant: {{plain: {words}}}"
     path = definition(tmp_path / "experiments", f"title: mine\nbase: {what}\n{axes}\n")
     command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
     command += ["--definitions", str(path.parent)]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
-    while not (tables := list((tmp_path / "runs").glob("*/metrics.csv"))) and time.monotonic() < deadline:
+    while not (tmp_path / "gate.here").exists() and first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    _, errors = first.communicate(timeout=60)
+    _, errors = first.communicate(timeout=300)
     assert first.returncode == 130, errors
-    rounds = tables[0].read_text().count("\n") - 1
-    assert 1 <= rounds < 12
+    (table,) = (tmp_path / "runs").glob("*/metrics.csv")
+    assert table.read_text().count("\n") - 1 == 2
     assert not list(path.parent.glob("results/*/*.json"))
-    lock(tables[0].parent).close()  # Nobody is training there any more.
+    lock(table.parent).close()  # Nobody is training there any more.
 
-    second = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    (tmp_path / "gate").touch()
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
-    assert re.search(r"going on after round \d+ of 12", log)
+    assert "going on after round 2 of 4" in log
     assert len(list(path.parent.glob("results/paper/*.json"))) == 1
 
 
@@ -233,10 +257,22 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
     held = lock(job.folder)
     output = io.StringIO()
     runner = Sweep([job], tmp_path / "results", 1, Console(file=output, width=80, force_terminal=True))
-    threading.Timer(1.5, held.close).start()
-    started = time.monotonic()
-    assert runner.run() == []
-    assert time.monotonic() - started > 1.4
+    ended = threading.Event()
+
+    def release() -> None:
+        while "already" not in output.getvalue() and not ended.wait(0.05):
+            pass
+        if not ended.is_set():
+            held.close()
+
+    other = threading.Thread(target=release)
+    other.start()
+    try:
+        assert runner.run() == []
+        assert held.closed  # Somebody trained there until then.
+    finally:
+        ended.set()
+        other.join()
     assert runner.done == [job]
     for part in ("%", "ETA unknown: waiting for the", "already"):  # All of it, on 80 columns.
         assert part in output.getvalue()

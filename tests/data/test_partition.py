@@ -1,5 +1,5 @@
 import json
-import time
+import sys
 import warnings
 
 import numpy as np
@@ -12,7 +12,7 @@ from fedx_pl.data import partition
 from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.errors import UserError
 
-quick = settings(max_examples=60, deadline=None)  # deadlines only measure how busy the machine is
+quick = settings(max_examples=60)
 SEEDS = st.integers(0, 2**32)
 LABELS = hnp.arrays(np.int64, st.integers(1, 120), elements=st.sampled_from([-1, 0, 3, 4, 7, 10**12]))
 BETAS = st.sampled_from([1e-300, 1e-6, 0.05, 0.5, 100.0, 1e12, 1e308])
@@ -209,14 +209,32 @@ def test_drawing_again_comes_before_moving_images():
 
 
 @pytest.mark.filterwarnings("ignore:in each of")
-def test_a_thousand_clients_are_dealt_in_two_seconds():
-    labels = np.random.default_rng(0).integers(0, 100, 50_000)
-    start = time.process_time()
-    partition.dirichlet(labels, 1000, 0.05, 0)
-    partition.dirichlet(labels % 10, 1000, 0.05, 0)
-    partition.classes_per_client(labels, 1000, 2, 0)
-    partition.quantity_skew(50_000, 1000, 0.05, 0)
-    assert time.process_time() - start < 2
+@pytest.mark.parametrize(
+    "deal",
+    [
+        lambda labels: partition.dirichlet(labels, 1000, 0.05, 0),
+        lambda labels: partition.dirichlet(labels % 10, 1000, 0.05, 0),
+        lambda labels: partition.classes_per_client(labels, 1000, 2, 0),
+        lambda labels: partition.quantity_skew(50_000, 1000, 0.05, 0),
+    ],
+    ids=["dirichlet", "dirichlet of ten", "classes", "quantity"],
+)
+def test_a_thousand_clients_are_dealt_without_a_call_for_each_image(deal):
+    """What makes it quick, on any machine: numpy loops over images, Python over classes and clients."""
+    labels, calls = np.random.default_rng(0).integers(0, 100, 50_000), 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        split = deal(labels)
+    finally:
+        sys.setprofile(before)
+    assert_partition(split, 50_000, 1000)
+    assert 1000 < calls < 50_000
 
 
 TEN = np.arange(100) % 10

@@ -171,7 +171,7 @@ def parse(arguments: list[str], where: str) -> argparse.Namespace:
 
 def check_make(arguments: list[str], where: str) -> None:
     if shutil.which("make") is None:
-        pytest.skip("no make")
+        pytest.skip("needs make: apt-get install make")
     optional = re.sub(r"\[[^\]]*\]|'[^']*\]", "", " ".join(arguments)).split()  # [-fedx], [PROFILE=...]
     targets = [target for word in optional if "=" not in word for target in expand(word)]
     if any(target.isupper() or "DATA" in target or target == "NAME" for target in targets):

@@ -14,7 +14,7 @@ import fedx_pl
 from fedx_pl.config import all_keys, hyper_parameters
 from fedx_pl.methods import BUILT_IN
 
-pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocs", reason="needs MkDocs: pip install -e '.[docs]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docs")]
 
 
@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A proxy that nobody answers at: what asks the network fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

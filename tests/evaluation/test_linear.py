@@ -97,7 +97,8 @@ def test_same_seed_same_result_and_the_global_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=5) == first
-    assert linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=6) != first
+    others = {linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=seed) for seed in range(6, 16)}
+    assert len(others) > 1  # Any two of ten may well be the same.
 
 
 def test_small_steps_run_on_one_thread_and_the_setting_is_put_back(monkeypatch):

@@ -12,7 +12,7 @@ from fedx_pl.methods import BYOL
 from fedx_pl.mixins import FedXMixin, FedXOptions, wrap
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"),
     pytest.mark.slow,
 ]
 

@@ -26,7 +26,9 @@ from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
 
-needs_accountant = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="pip install 'fedx-pl[privacy]'")
+needs_accountant = pytest.mark.skipif(
+    find_spec("dp_accounting") is None, reason="needs dp-accounting: pip install -e '.[privacy]'"
+)
 
 
 def states(*moved: float) -> tuple[State, State]:

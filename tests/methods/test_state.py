@@ -59,7 +59,7 @@ def test_byol_loss_is_symmetric_in_the_views() -> None:
     batch = next(data.epoch(0))
     swapped = batch._replace(stacked=torch.cat([batch.second, batch.first]))
     loss = model.loss(batch, model.embed_views(batch)).total
-    torch.testing.assert_close(model.loss(swapped, model.embed_views(swapped)).total, loss)
+    torch.testing.assert_close(model.loss(swapped, model.embed_views(swapped)).total, loss, rtol=1e-4, atol=1e-5)
 
 
 # --- MoCo ---

@@ -95,7 +95,7 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=300)
 
     @property
     def output(self) -> str:
@@ -128,7 +128,7 @@ class Process:
     def kill(self) -> None:
         """As a power cut would."""
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=300)
 
     def children(self) -> list[int]:
         """Processes that it has started."""
@@ -140,7 +140,7 @@ class Process:
         return found
 
 
-def wait_until(true: Callable[[], bool], what: str, *, seconds: float = 60) -> None:
+def wait_until(true: Callable[[], bool], what: str, *, seconds: float = 300) -> None:
     """Until something is so."""
     give_up = time.monotonic() + seconds
     while not true():

@@ -5,7 +5,7 @@ from pathlib import Path
 import federation_parts as parts
 import pytest
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
 from fedx_pl.cli import main
 from fedx_pl.federation.remote import commands, keys

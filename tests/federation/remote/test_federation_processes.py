@@ -13,7 +13,7 @@ import federation_parts as parts
 import pytest
 from helpers import THREADS
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
 from federation_parts import BYOL_FEDX, WORDS, Process
 
@@ -21,7 +21,17 @@ from fedx_pl.cli import main
 
 pytestmark = pytest.mark.slow
 
-LONG = "federation.epochs=4"  # A second or more of training for c: time enough to be killed in.
+# Trains, but not in the round whose number is in the file `hold`, as long as it is there.
+HELD = """
+import pathlib, time
+from fedx_pl.federation.client import LocalTrainer
+run, hold = LocalTrainer.run, pathlib.Path("hold")
+def held(self, context, *rest):
+    while hold.exists() and hold.read_text() == str(context.round):
+        time.sleep(0.01)
+    return run(self, context, *rest)
+LocalTrainer.run = held
+"""
 
 # Sends what it should, but with NaN in round 1, a wrong shape in round 2 and an unknown tensor in round 3.
 BAD_SITE = """
@@ -42,6 +52,11 @@ def bad(self, content):
 Site._train = bad
 """
 
+# Waits long for a site that is gone.
+PATIENT = """
+from fedx_pl.federation.engines import flower
+flower.GRACE_SECONDS = 300.0
+"""
 # Has loaded all that takes time, and begins when a file is there.
 READY = """
 import pathlib, time
@@ -61,7 +76,7 @@ class Federation:
         words = ["--host", "localhost", "--port", str(self.port), "--out", str(folder / "keys")]
         assert main(["federate", "keys", "--sites", "a,b,c,d", *words]) == 0
 
-    def start(self, name: str, images: str = "", code: str = "") -> Process:
+    def start(self, name: str, images: str = "", code: str = HELD) -> Process:
         """A site; its private state is that of the process before it."""
         place = self.folder / f"at-{name}"
         place.mkdir(exist_ok=True)
@@ -70,13 +85,21 @@ class Federation:
         words = ["--data", str(self.images / (images or name)), "--keys", str(keys), f"run.threads={THREADS}"]
         return Process(log, "federate", "client", *words, code=code)
 
-    def server(self, run: str, *words: str, clients: int = 3) -> Process:
+    def hold(self, round: int) -> None:
+        """Lets c wait in a round, until it is killed or let go."""
+        (self.folder / "at-c" / "hold").write_text(str(round))
+
+    def let_go(self) -> None:
+        (self.folder / "at-c" / "hold").unlink()
+
+    def server(self, run: str, *words: str, clients: int = 3, code: str = "") -> Process:
         """A coordinator; the same ``run`` goes on with it."""
         for site in self.sites.values():
             site.look_from_here()
         more = ["--clients", str(clients), "--keys", str(self.folder / "keys" / "server"), "--port", str(self.port)]
         more += ["--timeout", "300", "--wait", "300", f"run.dir={self.folder / run}"]
-        return Process(self.folder / f"{run}-{time.monotonic_ns()}.log", "federate", "server", *more, *WORDS, *words)
+        log = self.folder / f"{run}-{time.monotonic_ns()}.log"
+        return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
 
     def logs(self) -> str:
         """For assertion messages."""
@@ -98,7 +121,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 @pytest.fixture(scope="module")
 def undisturbed(federation: Federation) -> Path:
     """Three rounds of BYOL with FedX in one process."""
-    return parts.serial(federation.images, federation.folder / "serial-3", *BYOL_FEDX, LONG, "federation.rounds=3")
+    return parts.serial(federation.images, federation.folder / "serial-3", *BYOL_FEDX, "federation.rounds=3")
 
 
 def assert_same(federation: Federation, run: str, expected: Path, rounds: int) -> None:
@@ -121,12 +144,13 @@ def test_two_rounds_give_the_weights_of_a_simulation(federation: Federation, met
 
 def test_a_site_restarts_inside_a_round_with_its_private_state(federation: Federation, undisturbed: Path) -> None:
     """c is killed while it trains in round 2 and starts again: it is asked again, and nothing shows in the weights."""
-    again = federation.start("c", code=READY)
+    again = federation.start("c", code=READY + HELD)
+    federation.hold(2)
     try:
-        with federation.server("restart", *BYOL_FEDX, LONG, "federation.rounds=3") as server:
+        with federation.server("restart", *BYOL_FEDX, "federation.rounds=3", code=PATIENT) as server:
             federation.sites["c"].wait_for("round 2: training")
             federation.sites["c"].kill()
-            assert "round 2: loss" not in federation.sites["c"].output
+            federation.let_go()
             (again.log.parent / "go").touch()
             assert server.wait() == 0, federation.logs()
             assert "site c was away and is asked again" in server.output, federation.logs()
@@ -139,20 +163,23 @@ def test_a_site_restarts_inside_a_round_with_its_private_state(federation: Feder
 
 def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Federation, undisturbed: Path) -> None:
     """Killed inside round 2, and again as soon as round 2 is saved; its SuperLink ends with it and the port is free."""
-    words = (*BYOL_FEDX, LONG, "federation.rounds=3")
+    words = (*BYOL_FEDX, "federation.rounds=3")
+    federation.hold(2)
     with federation.server("killed", *words) as server:
         federation.sites["c"].wait_for("round 2: training")
         children = server.children()
         assert children, federation.logs()
         server.kill()
     assert not (federation.folder / "killed" / "checkpoints" / "round_00002").exists(), federation.logs()
-    parts.wait_until(lambda: not any(map(parts.alive, children)), "the SuperLink ends", seconds=10)
-    parts.wait_until(lambda: parts.is_free(federation.port), "the port is free", seconds=10)
+    parts.wait_until(lambda: not any(map(parts.alive, children)), "the SuperLink ends")
+    parts.wait_until(lambda: parts.is_free(federation.port), "the port is free")
+    federation.hold(3)
     with federation.server("killed", *words) as server:
         saved = federation.folder / "killed" / "checkpoints" / "round_00002" / "state.json"
-        parts.wait_until(saved.exists, "round 2 is saved", seconds=300)
+        parts.wait_until(saved.exists, "round 2 is saved")
         server.kill()
         assert "going on after round 1 of 3" in server.output
+    federation.let_go()
     with federation.server("killed", *words) as server:
         assert server.wait() == 0, federation.logs()
         assert "going on after round 2 of 3" in server.output
@@ -166,15 +193,16 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
     others.mkdir()
     for name in "ab":
         (others / name).symlink_to(federation.images / name)
-    words = ("federation.rounds=3", LONG)
+    words = ("federation.rounds=3",)
     expected = parts.serial(others, federation.folder / "serial-others", *words)
+    federation.hold(1)
     with (
         federation.start("d", images="b", code=BAD_SITE) as bad,
         federation.server("dropped", *words, clients=4) as server,
     ):
         federation.sites["c"].wait_for("round 1: training")
         federation.sites["c"].kill()
-        assert "round 1: loss" not in federation.sites["c"].output
+        federation.let_go()
         bad.wait_for("round 1: loss")
         assert server.wait() == 0, federation.logs()
         for reason in (
@@ -191,23 +219,23 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
     """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
     a, b, c = (federation.sites[name] for name in "abc")
-    with federation.server("stopped", "federation.rounds=1", "federation.epochs=150") as server:
+    with federation.server("stopped", "federation.rounds=1", "federation.epochs=100000") as server:
         for site, number in ((b, signal.SIGINT), (c, signal.SIGTERM)):
             site.wait_for("round 1: training")
             site.send(number)
-            assert site.wait(seconds=60) == 0, federation.logs()
+            assert site.wait() == 0, federation.logs()
             assert "left the federation; start the same command to join again" in site.output, federation.logs()
-        for name in "bc":  # They took leave: no heartbeat is waited for.
-            server.wait_for(f"round 1: dropped site {name}", seconds=15)
+        for name in "bc":
+            server.wait_for(f"round 1: dropped site {name}")
         children = server.children()
         assert children
         server.send(signal.SIGINT)
-        assert server.wait(seconds=60) == 130, federation.logs()
+        assert server.wait() == 130, federation.logs()
         assert "the same command goes on after the last finished" in server.output, federation.logs()
     assert not any(map(parts.alive, children))
     assert parts.is_free(federation.port)
     a.wait_for("cannot be reached")  # It has seen that the server is gone, and waits for it.
     a.send(signal.SIGINT)
-    assert a.wait(seconds=60) == 0, federation.logs()
+    assert a.wait() == 0, federation.logs()
     assert "left the federation" in a.output, federation.logs()
     assert "Traceback" not in federation.logs(), federation.logs()

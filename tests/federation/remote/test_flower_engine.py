@@ -1,9 +1,11 @@
 """The coordinator's engine against sites in this process: the same numbers as a simulation, and who takes part."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import federation_parts as parts
@@ -11,12 +13,13 @@ import pytest
 import torch
 from helpers import THREADS, Watching
 
-pytest.importorskip("cryptography")
+pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
 from memory_federation import Answer, Fake, MemoryLink, Trial
 
 from fedx_pl.config import compose
 from fedx_pl.errors import UserError
+from fedx_pl.federation.engines import flower
 from fedx_pl.federation.engines.flower import FlowerEngine, SiteBook
 from fedx_pl.federation.orchestrator import Orchestrator
 from fedx_pl.federation.plan import Plan
@@ -165,8 +168,14 @@ def test_a_damaged_book_of_sites_is_not_begun_anew(tmp_path: Path, content: str)
     assert (tmp_path / "federation.json").read_text() == content
 
 
-def test_the_first_round_waits_for_all_and_later_ones_for_enough(tmp_path: Path) -> None:
-    trial = Trial(tmp_path / "run", "federation.min_clients=2", wait=0.1)
+def test_the_first_round_waits_for_all_and_later_ones_for_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second whenever it is looked at."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
+    monkeypatch.setattr(flower, "time", clock)
+    trial = Trial(tmp_path / "run", "federation.min_clients=2", wait=5.5)
     trial.link.join(0, Fake("a"))
     trial.link.join(1, Fake("b"))
     assert trial.engine.choose(1) == [0, 1]  # After --wait seconds.

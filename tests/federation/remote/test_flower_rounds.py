@@ -7,7 +7,7 @@ import federation_parts as parts
 import pytest
 import torch
 
-pytest.importorskip("cryptography")
+pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
 from memory_federation import Fake, Trial
 

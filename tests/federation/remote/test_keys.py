@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cryptography")
+pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization

@@ -83,16 +83,16 @@ def test_the_coordinator_s_own_address_is_always_there() -> None:
     assert addresses("127.0.0.2") == ["127.0.0.2", "127.0.0.1"]
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6: sysctl -w net.ipv6.conf.all.disable_ipv6=0")
 def test_ipv6() -> None:
     assert addresses("::1") == ["::1", "127.0.0.1"]
     (both,) = listen("::", port := parts.free_port())
-    with both, socket.create_connection(("127.0.0.1", port), timeout=5):
+    with both, socket.create_connection(("127.0.0.1", port), timeout=120):
         assert both.accept()[1][0] == "::ffff:127.0.0.1"
 
 
 def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cryptography")
+    pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
     from fedx_pl.federation.remote import link
 
     monkeypatch.setattr(link, "FREE_SECONDS", 0.0)
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
-    pytest.importorskip("cryptography")
+    pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
     from threading import Timer
 
     from fedx_pl.federation.remote import link
