@@ -5,6 +5,7 @@ SEED    ?= 0
 SEEDS   ?= 0
 JOBS    ?= 1
 ARGS    ?=
+CPUS    ?= default:SSE41:2 avx2:AVX2:1 avx512:DEFAULT:2
 
 BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install
@@ -16,7 +17,7 @@ REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/res
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast lint format docs bench report paper tensorboard wheel audit lock clean $(RUNS) $(EXPERIMENTS)
+.PHONY: help install test test-fast test-cpus lint format docs bench report paper tensorboard wheel audit lock clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
@@ -50,6 +51,16 @@ test: lint .venv/installed-dev  ## Lint, types and all tests, the slow real-data
 
 test-fast: .venv/installed-dev  ## The fast tests only
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+# Each of CPUS is what torch, oneDNN and the tests are told: kernels : instructions at most : threads.
+test-cpus: .venv/installed-dev  ## The fast tests as on other CPUs: three kinds of kernels, one and two threads
+	@failed=; for setting in $(CPUS); do \
+		set -- $$(echo $$setting | tr : ' '); \
+		if [ $$1 != default ] && ! grep -q " $$1" /proc/cpuinfo; then echo "skipped $$setting: needs a CPU with $$1"; continue; fi; \
+		echo "ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 FEDX_TEST_THREADS=$$3"; \
+		ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 FEDX_TEST_THREADS=$$3 \
+			$(BIN)/python -m pytest -n 2 --dist loadgroup $(or $(ARGS),-m "not slow") || failed="$$failed $$setting"; \
+	done; if [ -n "$$failed" ]; then echo "failed with$$failed"; exit 1; fi
 
 lint: .venv/installed-dev  ## ruff and mypy
 	$(BIN)/ruff check .

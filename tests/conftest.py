@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # The processes that tests start have no more threads than the tests themselves (see `helpers.THREADS`).
 os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("FEDX_TEST_THREADS", "1"))
+# Two threads that wait for each other would spin, and take the core from the other worker of `pytest -n 2`.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 import pytest
