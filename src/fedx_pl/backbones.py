@@ -100,8 +100,8 @@ def _safe_for_few_channels(downsample: nn.Sequential) -> nn.Sequential:
     """The same function of its input, under the same names, without a strided 1x1 convolution of few channels.
 
     torch 2.15's CPU kernel for the backward pass of one writes past its buffer if it has fewer channels than a vector
-    register has floats, 8 with AVX2 and 16 with AVX-512. The pixels that it would skip are left out before it, and
-    glibc's heap checker then finds nothing with widths of 1 to 15 at 32 to 224 pixels.
+    register has floats, 8 with AVX2 and 16 with AVX-512. The pixels that it would skip are left out before it. glibc's
+    heap checker then found nothing: widths 1, 4, 7, 8, 15 at 56 and 64 pixels, 4 and 8 at 96, 128 and 224.
     """
     convolution, norm = downsample
     assert isinstance(convolution, nn.Conv2d)
