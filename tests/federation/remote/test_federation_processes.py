@@ -21,15 +21,17 @@ from fedx_pl.cli import main
 
 pytestmark = pytest.mark.slow
 
-# Trains, but not in the round whose number is in the file `hold`, as long as it is there.
+# Trains again and again in the round whose number is in the file `hold`, as long as it is there.
 HELD = """
-import pathlib, time
+import contextlib, pathlib
 from fedx_pl.federation.client import LocalTrainer
 run, hold = LocalTrainer.run, pathlib.Path("hold")
 def held(self, context, *rest):
-    while hold.exists() and hold.read_text() == str(context.round):
-        time.sleep(0.01)
-    return run(self, context, *rest)
+    found = run(self, context, *rest)
+    with contextlib.suppress(FileNotFoundError):
+        while hold.read_text() == str(context.round):
+            run(self, context, *rest)
+    return found
 LocalTrainer.run = held
 """
 
@@ -85,12 +87,14 @@ class Federation:
         words = ["--data", str(self.images / (images or name)), "--keys", str(keys), f"run.threads={THREADS}"]
         return Process(log, "federate", "client", *words, code=code)
 
-    def hold(self, round: int) -> None:
-        """Lets c wait in a round, until it is killed or let go."""
-        (self.folder / "at-c" / "hold").write_text(str(round))
+    def hold(self, round: int, names: str = "c") -> None:
+        """Keeps sites training in a round, until they are killed or let go."""
+        for name in names:
+            (self.folder / f"at-{name}" / "hold").write_text(str(round))
 
     def let_go(self) -> None:
-        (self.folder / "at-c" / "hold").unlink()
+        for file in self.folder.glob("at-*/hold"):
+            file.unlink()
 
     def server(self, run: str, *words: str, clients: int = 3, code: str = "") -> Process:
         """A coordinator; the same ``run`` goes on with it."""
@@ -219,7 +223,8 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
     """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
     a, b, c = (federation.sites[name] for name in "abc")
-    with federation.server("stopped", "federation.rounds=1", "federation.epochs=100000") as server:
+    federation.hold(1, "abc")
+    with federation.server("stopped", "federation.rounds=1") as server:
         for site, number in ((b, signal.SIGINT), (c, signal.SIGTERM)):
             site.wait_for("round 1: training")
             site.send(number)
@@ -234,6 +239,7 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
         assert "the same command goes on after the last finished" in server.output, federation.logs()
     assert not any(map(parts.alive, children))
     assert parts.is_free(federation.port)
+    federation.let_go()
     a.wait_for("cannot be reached")  # It has seen that the server is gone, and waits for it.
     a.send(signal.SIGINT)
     assert a.wait() == 0, federation.logs()
