@@ -21,6 +21,9 @@ from fedx_pl.methods.base import LocalRound, State
 # Threads of torch in every test and in what a test starts.
 THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
 
+# Seconds after which something hangs. A loaded machine may need minutes to import torch.
+PATIENCE = 1800.0
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 

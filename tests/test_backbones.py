@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 import torchvision
+from helpers import PATIENCE
 
 from fedx_pl.backbones import BackboneOptions, build
 from fedx_pl.errors import UserError
@@ -104,7 +105,7 @@ for width in (1, 4, 7, 8):
             net(x).square().mean().backward()
             others = [torch.empty(size) for size in range(1, 3000, 7)]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import THREADS
+from helpers import PATIENCE, THREADS
 
 from fedx_pl import cli
 
 ROOT = Path(__file__).parents[1]
 
 
-def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: int = 600) -> subprocess.CompletedProcess[str]:
+def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", "fedx_pl", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
@@ -89,7 +89,7 @@ def test_help_and_mistakes_in_the_command_need_no_torch(arguments: list[str], co
 atexit.register(lambda: print({heavy}))
 runpy.run_module("fedx_pl", run_name="__main__")"""
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == code
     assert told in done.stdout + done.stderr
@@ -229,11 +229,11 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
         text=True,
     )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + PATIENCE
         while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=300)
+        _, error = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import THREADS
+from helpers import PATIENCE, THREADS
 from PIL import Image
 
 import fedx_pl
@@ -34,7 +34,7 @@ def test_the_public_names_import_little_beside_torch_and_lightning() -> None:
 before = set(sys.modules)
 from fedx_pl import FedXMixin, SSLMethod
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
     slow = {"matplotlib", "scipy", "pandas", "omegaconf", "rich", "tensorboard", "flwr", "ray", "torchvision"}
     assert not slow & set(done.stdout.split())
 
@@ -65,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stale.touch()
     command = ["make", "wheel", f"BIN={Path(sys.executable).parent}", "-o", ".venv/bin/python"]
     environment = os.environ | {"PIP_NO_BUILD_ISOLATION": "false"}  # pip's way to say: without, hence without network
-    subprocess.run(command, cwd=tree, env=environment, check=True, timeout=600)
+    subprocess.run(command, cwd=tree, env=environment, check=True, timeout=PATIENCE)
     return next((tree / "dist").glob("*.whl"))
 
 
@@ -73,20 +73,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command `fedx-pl` of a new environment that borrows what the wheel depends on."""
     home = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=600)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=PATIENCE)
     python = home / "bin" / "python"
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     own = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
     # A path in a .pth file lends packages, but not this checkout, which the lender itself has by a .pth file.
     (Path(own) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, timeout=600)
+    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, timeout=PATIENCE)
     return home / "bin" / "fedx-pl"
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import EXPERIMENTS, METHOD, definition, forget_modules
+from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
 from rich.console import Console
 
 from fedx_pl import methods, revisit
@@ -104,11 +104,11 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     command += ["--definitions", str(path.parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while not (tmp_path / "gate.here").exists() and first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    _, errors = first.communicate(timeout=300)
+    _, errors = first.communicate(timeout=PATIENCE)
     assert first.returncode == 130, errors
     (table,) = (tmp_path / "runs").glob("*/metrics.csv")
     assert table.read_text().count("\n") - 1 == 2
@@ -116,7 +116,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     lock(table.parent).close()  # Nobody is training there any more.
 
     (tmp_path / "gate").touch()
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
     assert "going on after round 2 of 4" in log

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import ROOT
+from helpers import PATIENCE
 
 import fedx_pl
 from fedx_pl.config import all_keys, hyper_parameters
@@ -26,7 +27,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A proxy that nobody answers at: what asks the network fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

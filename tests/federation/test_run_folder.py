@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import METHOD, Watching, forget_modules
+from helpers import METHOD, PATIENCE, Watching, forget_modules
 from test_orchestrator import run
 
 from fedx_pl.config import compose
@@ -83,11 +83,11 @@ def test_a_signal_of_the_cluster_ends_the_run_well(tiny: list[str], tmp_path: Pa
     command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + PATIENCE
         while not list(tmp_path.glob("run/checkpoints/round_*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(process.pid, getattr(signal, name))
-        _, error = process.communicate(timeout=300)
+        _, error = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 0, error

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from federation.test_orchestrator import same, weights
-from helpers import METHOD, THREADS, Watching
+from helpers import METHOD, PATIENCE, THREADS, Watching
 
 from fedx_pl.cli import EXIT_INTERRUPTED, main
 from fedx_pl.config import compose
@@ -314,11 +314,13 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
         start_new_session=True,
     )  # fmt: skip
     try:
-        wait_for(lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None, seconds=400)
+        wait_for(
+            lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None, seconds=PATIENCE
+        )
         started = descendants(running.pid)
         assert any("ray" in name for name in started.values())
         os.killpg(running.pid, signal.SIGINT)
-        out, err = running.communicate(timeout=300)
+        out, err = running.communicate(timeout=PATIENCE)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
@@ -326,7 +328,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     assert f"starting Ray (1 x {THREADS} CPU thread" in out
     assert err.strip().startswith("interrupted;")
     assert "Traceback" not in err
-    wait_for(lambda: not any(alive(*process) for process in started), seconds=300)
+    wait_for(lambda: not any(alive(*process) for process in started), seconds=PATIENCE)
 
     class Until(Watching):
         def __init__(self, last: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers import THREADS, Watching
+from helpers import PATIENCE, THREADS, Watching
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -95,7 +95,7 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(timeout=300)
+        self._process.wait(timeout=PATIENCE)
 
     @property
     def output(self) -> str:
@@ -106,7 +106,7 @@ class Process:
         """What it said in an earlier test does not count."""
         self._seen = len(self.log.read_text(errors="replace"))
 
-    def wait_for(self, text: str, *, seconds: float = 300) -> None:
+    def wait_for(self, text: str, *, seconds: float = PATIENCE) -> None:
         """Until it has said something."""
         give_up = time.monotonic() + seconds
         while text not in self.output:
@@ -114,7 +114,7 @@ class Process:
             assert time.monotonic() < give_up, f"has not said {text!r} in {seconds} s:\n{self.output}"
             time.sleep(0.02)
 
-    def wait(self, *, seconds: float = 300) -> int:
+    def wait(self, *, seconds: float = PATIENCE) -> int:
         """Until it ends; its exit code."""
         try:
             return self._process.wait(timeout=seconds)
@@ -128,7 +128,7 @@ class Process:
     def kill(self) -> None:
         """As a power cut would."""
         self._process.kill()
-        self._process.wait(timeout=300)
+        self._process.wait(timeout=PATIENCE)
 
     def children(self) -> list[int]:
         """Processes that it has started."""
@@ -140,7 +140,7 @@ class Process:
         return found
 
 
-def wait_until(true: Callable[[], bool], what: str, *, seconds: float = 300) -> None:
+def wait_until(true: Callable[[], bool], what: str, *, seconds: float = PATIENCE) -> None:
     """Until something is so."""
     give_up = time.monotonic() + seconds
     while not true():

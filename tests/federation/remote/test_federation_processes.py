@@ -11,7 +11,7 @@ from pathlib import Path
 
 import federation_parts as parts
 import pytest
-from helpers import THREADS
+from helpers import PATIENCE, THREADS
 
 pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
@@ -101,7 +101,7 @@ class Federation:
         for site in self.sites.values():
             site.look_from_here()
         more = ["--clients", str(clients), "--keys", str(self.folder / "keys" / "server"), "--port", str(self.port)]
-        more += ["--timeout", "300", "--wait", "300", f"run.dir={self.folder / run}"]
+        more += ["--timeout", str(PATIENCE), "--wait", str(PATIENCE), f"run.dir={self.folder / run}"]
         log = self.folder / f"{run}-{time.monotonic_ns()}.log"
         return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
 

@@ -13,6 +13,7 @@ from typing import Any
 import federation_parts as parts
 import pytest
 import torch
+from helpers import PATIENCE
 
 pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
@@ -75,7 +76,7 @@ class Joined:
         self.node, self.left = Node(f"127.0.0.1:{port}", known.ca, known.private), False
 
     def next(self) -> node.Incoming:
-        give_up = time.monotonic() + 300
+        give_up = time.monotonic() + PATIENCE
         while (found := self.node.next()) is None:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -104,7 +105,7 @@ def join(coordinator: Link, made: Path, port: int) -> Iterator[Callable[[str], J
         one.leave()
 
 
-def wait(coordinator: Link, *messages: str, seconds: float = 300) -> list[Reply]:
+def wait(coordinator: Link, *messages: str, seconds: float = PATIENCE) -> list[Reply]:
     give_up, found = time.monotonic() + seconds, []
     while len(found) < len(messages):
         assert time.monotonic() < give_up, found
