@@ -136,3 +136,15 @@ assert main(["report"]) == 2"""
     assert "fedx-pl sweep NAME, one or more of ablation, " in others.stderr
     assert "has no results; type fedx-pl sweep table1 profile=mini to make some" in others.stderr
     assert not any((tmp_path / name).exists() for name in ("other", "experiments"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
+)
+def test_threads_spin_only_for_a_moment_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    """It must be set before torch is imported, which the package itself does not do."""
+    code = "import fedx_pl, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    unset = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    found = subprocess.run([sys.executable, "-c", code], env=unset | given, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [expected, "False"]

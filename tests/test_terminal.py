@@ -10,9 +10,7 @@ import torch
 from rich.console import Console
 
 from fedx_pl import terminal
-from fedx_pl.config import compose
 from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.federation.plan import prepare
 from fedx_pl.terminal import Terminal, duration
 
 
@@ -160,23 +158,6 @@ def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:
 )
 def test_a_duration_never_has_sixty_seconds(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("load", "threads", "policy", "told"),
-    [(8.0, 2, "", True), (0.1, 2, "", False), (8.0, 1, "", False), (8.0, 2, "PASSIVE", False)],
-)
-def test_a_busy_machine_is_told_of_before_the_wait(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch, load: float, threads: int, policy: str, told: bool
-) -> None:
-    plan = prepare(compose(tiny), report=lambda line: None)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if policy:
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    assert ("OMP_WAIT_POLICY=PASSIVE before the command" in terminal.expectation(plan, 60)) == told
 
 
 def test_the_numbers_of_an_evaluation_have_plain_names() -> None:

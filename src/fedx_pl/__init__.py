@@ -1,7 +1,13 @@
 """Federated self-supervised learning on PyTorch Lightning, with FedX for any method."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Torch's threads spin while they wait for each other. With this they soon give up and sleep, which is as fast on idle
+# cores and faster where other programs want them (docs/speed.md). GNU OpenMP reads it once, when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from fedx_pl.api import Federation, federate

@@ -287,19 +287,7 @@ def expectation(plan: Plan, seconds: float) -> str:
     line = f"{backbone}{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
     if not cuda and seconds > 3600:
         line += "\nWithout a GPU, profile=cpu gives a small result in minutes."
-    if not cuda and threads > 1 and _cores_are_busy():
-        line += (
-            "\nOther programs keep the cores busy, and threads that wait for each other spin: "
-            "OMP_WAIT_POLICY=PASSIVE before the command makes it faster then."
-        )
     return line
-
-
-def _cores_are_busy() -> bool:
-    """Whether others have computed on them for the last minute; unknown where there is no load average."""
-    if "OMP_WAIT_POLICY" in os.environ or not hasattr(os, "getloadavg"):
-        return False
-    return os.getloadavg()[0] > 0.6 * (os.cpu_count() or 1)
 
 
 def plan_text(plan: Plan) -> Table:
