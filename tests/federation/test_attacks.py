@@ -64,9 +64,10 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def overrides(tiny_root: Path) -> list[str]:
     return [
-        f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10",
-        "backbone.width=4", f"federation.clients={CLIENTS}", "federation.rounds=1", "federation.epochs=1",
-        "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100", f"run.threads={THREADS}",
+        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false",
+        "backbone.name=resnet10", "backbone.width=4", f"federation.clients={CLIENTS}", "federation.rounds=1",
+        "federation.epochs=1", "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100",
+        f"run.threads={THREADS}",
     ]  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedU with FedX, three clients of whom two have curves of their own, two rounds."""
     found = tmp_path_factory.mktemp("cockpit")
     run([
-        f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}", "method=fedu",
+        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}",
+        "method=fedu",
         "fedx=true", "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
         "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
         f"run.threads={THREADS}", "run.client_curves=2",
