@@ -30,7 +30,7 @@ def draw(run: Path, picture: Path) -> None:
     nearest = (F.normalize(encoder.embed(data.test.images[queries])) @ bank.T).topk(NEIGHBORS).indices.numpy()
 
     rows, columns = len(queries) // 2, 2 * NEIGHBORS + 3  # two blocks of query and neighbors, a gap between them
-    figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.78, rows * 0.86), dpi=144)
+    figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.74, rows * 0.92), dpi=120)
     for axis in axes.flat:
         axis.set_axis_off()
     for label, query in enumerate(queries):
@@ -39,7 +39,7 @@ def draw(run: Path, picture: Path) -> None:
         for place, image in enumerate(nearest[label]):
             color = GREEN if train.labels[image] == label else GRAY
             show(axes[row, start + 1 + place], train.images[image], color)
-    figure.subplots_adjust(0.005, 0.01, 0.995, 0.95, wspace=0.12, hspace=0.28)
+    figure.subplots_adjust(0.005, 0.01, 0.995, 0.95, wspace=0.1, hspace=0.34)
     figure.savefig(picture)
 
 
@@ -48,7 +48,7 @@ def show(axis: plt.Axes, image: np.ndarray, color: str, title: str = "") -> None
     axis.set_axis_on()
     axis.set(xticks=[], yticks=[])
     axis.imshow(image, interpolation="bicubic")
-    axis.set_title(title, fontsize=8, pad=2)
+    axis.set_title(title, fontsize=8, pad=3)
     for side in axis.spines.values():
         side.set(color=color, linewidth=2.2)
 

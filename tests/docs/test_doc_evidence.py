@@ -12,19 +12,40 @@ def cells(line: str) -> list[str]:
     return [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
 
 
-@pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
-def test_the_table_is_the_report_s(page: str) -> None:
-    report = (ROOT / "experiments" / "results" / "mini" / "report.md").read_text()
+def main_table(profile: str) -> tuple[dict[tuple[str, str], list[str]], dict[str, list[str]]]:
+    """Of a report: the rows of the main table by (method, variant), and FedX's difference and verdict by method."""
+    report = (ROOT / "experiments" / "results" / profile / "report.md").read_text()
     accuracies, _, rest = report.partition("## The methods with and without FedX")[2].partition("### Differences")
     table = [cells(line) for line in accuracies.splitlines() if line.startswith("| Fed")]
-    columns = {(row[0], row[1]): row for row in table}
-    levels = {key: row[2] for key, row in columns.items()}
     differences = {
         row[1]: row[3:5]
         for row in map(cells, rest.partition("<details>")[0].splitlines())
         if row[0] == "CIFAR-10" and row[2] == "+ FedX"
     }
-    rows = [row for row in map(cells, (ROOT / page).read_text().splitlines()) if row[0] in METHODS]
+    return {(row[0], row[1]): row for row in table}, differences
+
+
+def rows_of(page: str) -> list[list[str]]:
+    return [row for row in map(cells, (ROOT / page).read_text().splitlines()) if row[0] in METHODS]
+
+
+def test_the_first_table_is_the_cpu_report_s() -> None:
+    columns, differences = main_table("cpu")
+    levels = {key: row[2] for key, row in columns.items()}
+    shown = {row[0]: row[1:] for row in rows_of("README.md")}
+    longer = {row[0]: row[1:] for row in rows_of("experiments/README.md") if len(row) == 7}
+    assert list(shown) == list(longer) == ["FedSimCLR", "FedBYOL"]
+    for method, (plain, fedx, difference) in shown.items():
+        assert [plain, fedx] == [levels[method, "B=64"], levels[method, "+ FedX"]]
+        assert difference == re.sub(r" \(\d+\)$", "", differences[method][0])
+        assert longer[method][:3] == [levels[method, "B=128"], plain, fedx]
+        assert longer[method][3] == f"{difference}, {differences[method][1]}"
+
+
+def test_the_table_of_five_methods_is_the_mini_report_s() -> None:
+    columns, differences = main_table("mini")
+    levels = {key: row[2] for key, row in columns.items()}
+    rows = rows_of("experiments/README.md")
     shown = {row[0]: row[1:] for row in rows if len(row) == 5}
     for method in METHODS:
         plain, fedx, difference, verdict = shown[method]
