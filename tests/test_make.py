@@ -52,7 +52,7 @@ def test_a_target_composes_and_trains_one_step(target: str, commands: dict[str, 
     context = RoundContext(1, config.federation.rounds, 1, 0, model.shared_state(), config.federation.batchnorm)
     update = LocalTrainer(model, torch.device("cpu"), "32-true").run(context, 0, data, None)
     assert update.losses.isfinite().all()
-    assert len(update.losses) == (2 if full.fedx.enabled else 1)
+    assert len(update.losses) == (2 if relation else 1)
 
 
 @pytest.mark.usefixtures("commands")  # Which needs make, too.

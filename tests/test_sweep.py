@@ -398,7 +398,7 @@ def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) ->
     """Nor does the folder of its run. Code as it was counts again; a file that says nothing of it stays readable."""
     (modules / "mine.py").write_text(METHOD)
     job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
-    assert job.next_command() == ["train", *job.overrides]  # Who knows what trained it.
+    assert job.next_command() == ["train", *job.overrides, "--yes"]  # Who knows what trained it.
     write_record(job.folder, Record(code_of(methods.find("mine:Mine"))))
     assert job.next_command()[:3] == ["evaluate", str(job.folder), "semi"]
     assert "allow_code=true" in job.next_command()

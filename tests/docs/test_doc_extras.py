@@ -54,11 +54,11 @@ def closure(requirements: list[str]) -> set[str]:
 
 
 def modules_of_extras() -> set[str]:
-    """Top-level modules that only an extra brings; pytest's, which carries the test itself, are not among them."""
+    """Top-level modules that only an extra brings; those that carry the test itself are not among them."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    kept = closure([*setup["options"]["install_requires"].split("\n")[1:], "pytest", "setuptools", "pip"])
+    kept = closure([*setup["options"]["install_requires"].split("\n")[1:], "pytest", "hypothesis", "setuptools", "pip"])
     refused = closure([line for extra in extras for line in extras[extra].split("\n") if line.strip()]) - kept
     owners = packages_distributions().items()
     return {module for module, names in owners if {normal(name) for name in names} <= refused}
@@ -67,7 +67,7 @@ def modules_of_extras() -> set[str]:
 def test_what_only_extras_bring_is_known() -> None:
     refused = modules_of_extras()
     assert not {"numpy", "torch", "pandas", "pytest", "rich", "fedx_pl", "packaging"} & refused
-    for module in ("flwr", "ray", "onnx", "onnxscript", "pyarrow", "dp_accounting", "hypothesis", "mkdocs"):
+    for module in ("flwr", "ray", "onnx", "onnxscript", "pyarrow", "dp_accounting", "mkdocs"):
         assert module in refused or module not in packages_distributions()
 
 

@@ -328,7 +328,7 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
 )
 def test_impossible_values_say_what_to_type(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        compose(overrides)
+        compose(["profile=paper", *overrides])
 
 
 def test_a_mended_client_can_be_asked_again_in_the_same_run() -> None:

@@ -149,7 +149,7 @@ def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> No
 
 
 def test_mixins_are_keys_of_the_configuration() -> None:
-    config = compose(["method=byol", "moon=true", "moon.mu=5", "fedx=true", "regularizer=fedprox"])
+    config = compose(["profile=paper", "method=byol", "moon=true", "moon.mu=5", "fedx=true", "regularizer=fedprox"])
     assert (config.moon.enabled, config.moon.mu, config.fedx.enabled, config.regularizer.name) == (
         True,
         5,

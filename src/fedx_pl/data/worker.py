@@ -154,7 +154,7 @@ def _unknown(path: str) -> str:
     with open(path, "rb") as file:
         head = file.read(132)
     if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
-        return f"AVIF needs Pillow 11.3 or newer: {sys.executable} -m pip install 'pillow>=11.3'"
+        return "AVIF cannot be read by the Pillow that is installed; convert it to PNG"
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"mif1", b"msf1"):
         return "HEIC cannot be read; convert it to JPEG or PNG"
     if head[128:132] == b"DICM":

@@ -306,7 +306,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     """Interrupted on Ray and continued without it: what clients keep for themselves is in the run folder."""
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     overrides = [*tiny, "method=byol", "federation.rounds=10000"]
-    command = [sys.executable, "-m", "fedx_pl", "train", *overrides, "engine=ray", "engine.workers=1"]
+    command = [sys.executable, "-m", "fedx_pl", "train", *overrides, "engine=ray", "engine.workers=1", "--yes"]
     folder = tmp_path / "ray"
     # In a session of its own, so that the signal goes to all of its processes, as from a keyboard.
     running = subprocess.Popen(

@@ -109,7 +109,7 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
     assert found.meta["remembered"] is True
     assert "total" in found.meta["losses"]
     assert all(math.isfinite(value) for value in found.meta["losses"].values())
-    assert found.meta["metrics"].keys() == {"angle", "rankme", "uniformity", "feature_std", "alignment"}
+    assert found.meta["metrics"].keys() == {"lr", "angle", "rankme", "uniformity", "feature_std", "alignment"}
     assert found.tensors.keys() == first.keys()
     assert not parts.same(found.tensors, first)
     assert wire.unpack(*wire.pack(found)).meta["losses"].keys() == found.meta["losses"].keys()
