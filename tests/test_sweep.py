@@ -411,7 +411,7 @@ def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) ->
     (modules / "mine.py").write_text(METHOD.replace("mean()", "sum()"))
     forget_modules(modules)
     assert Sweep([job], results, 1, Console()).waiting == [job]
-    assert job.next_command() == ["train", *job.overrides]
+    assert job.next_command() == ["train", *job.overrides, "--yes"]
     (difference,) = changes(read_result(file), job.config)
     assert difference.startswith("the code of method=mine:Mine was ")
 
