@@ -170,7 +170,8 @@ class Plan:
         rounds, epochs = self.config.federation.rounds, self.config.federation.epochs
         largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
         data = self.client_data(largest, round=1)
-        local = LocalRound(first_round, rounds, largest, epochs, 0, self.config.seed, data)
+        # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
+        local = LocalRound(rounds, rounds, largest, epochs, 0, self.config.seed, data)
         per_step = estimate.step_seconds(self.model, data, local, self.device, self.precision)
         with estimate.restored(self.model):
             evaluating = self.evaluator.estimate_seconds(self.model, self.device, first_round, rounds)
