@@ -38,8 +38,12 @@ TRAIN, TEST = 240, 60
 
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`write_tiny_root` for all tests."""
+    return write_tiny_root(tmp_path_factory.mktemp("tiny-cifar10"))
+
+
+def write_tiny_root(root: Path) -> Path:
     """240 + 60 images as cifar-10-binary.tar.gz; each class has its own colour, so there is something to learn."""
-    root = tmp_path_factory.mktemp("tiny-cifar10")
     rng = np.random.default_rng(0)
     colours = rng.integers(40, 215, (10, 3, 1, 1))
 
