@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import matmul_dtype
-from fedx_pl.federation.plan import Plan
-from fedx_pl.frozen import Frozen
+from fedx_pl.config.build import Plan
 from fedx_pl.mixins.fedx import FedXMixin
+from fedx_pl.mixins.teacher import Frozen
 
 
 class Bound:

@@ -11,13 +11,13 @@ from benchmarks.measure import Lap, best, interleave
 from benchmarks.overhead import _NOTHING
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, Silent, backbone, images_of, variant
+from fedx_pl.config.build import Plan
+from fedx_pl.engines import Engine, Lost
+from fedx_pl.engines.local import SerialEngine
+from fedx_pl.engines.ray import RayEngine, import_ray, usable_cores
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.client import RoundContext
-from fedx_pl.federation.engines import Engine, Lost
-from fedx_pl.federation.engines.ray import RayEngine, import_ray, usable_cores
-from fedx_pl.federation.engines.serial import SerialEngine
-from fedx_pl.federation.plan import Plan
 
 WORKERS = 2
 

@@ -9,10 +9,10 @@ from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, images_of, variant, whole_round
 from fedx_pl import backbones
 from fedx_pl.backbones import BackboneOptions
-from fedx_pl.data.sources import Split
+from fedx_pl.config.build import Plan
+from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
-from fedx_pl.federation.plan import Plan
 
 
 def whole(setting: Setting) -> Part:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedx_pl.allocator import keep_freed_memory
+from fedx_pl.federation.allocator import keep_freed_memory
 
 CPU = torch.device("cpu")
 

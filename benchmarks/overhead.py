@@ -7,7 +7,7 @@ from itertools import pairwise
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, run
 from benchmarks.targets import OVERHEAD
-from fedx_pl.federation.plan import Plan
+from fedx_pl.config.build import Plan
 
 # Two images per client, one step, no augmentation.
 _NOTHING = ("optim.batch_size=2", "federation.epochs=1", "augment.crop=none", "augment.flip=0", "augment.jitter_prob=0")

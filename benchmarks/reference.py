@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import transforms
 
-from fedx_pl.data.sources import Split
-from fedx_pl.federation.plan import Plan
+from fedx_pl.config.build import Plan
+from fedx_pl.data.images import Split
 from fedx_pl.losses import nt_xent, relational
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.mixins.fedx import FedXMixin

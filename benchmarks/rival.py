@@ -19,9 +19,9 @@ from benchmarks.measure import Contender, Lap, as_usual, best, interleave, synch
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, variant
 from fedx_pl import backbones
-from fedx_pl.data.sources import Split
+from fedx_pl.config.build import Plan
+from fedx_pl.data.images import Split
 from fedx_pl.federation.client import LocalTrainer, RoundContext
-from fedx_pl.federation.plan import Plan
 
 BATCH = 64
 AHEAD = 8  # Batches beyond the timed ones, so that loader workers are busy to the end, as in a long epoch.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Lap
-from fedx_pl import config as configuration
+from fedx_pl.config import compose as configuration
+from fedx_pl.config.build import Plan, prepare
 from fedx_pl.federation.client import Update
-from fedx_pl.federation.orchestrator import Orchestrator
-from fedx_pl.federation.plan import Plan, prepare
+from fedx_pl.trainer import Orchestrator
 
 # With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size counts B_r too.
 VARIANTS = {

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, run, variant
-from fedx_pl.data.module import ClientData
-from fedx_pl.federation.plan import Plan
+from fedx_pl.config.build import Plan
+from fedx_pl.data.batches import ClientData
 
 FEW, PER_ROUND, ROUNDS = 10, 10, 3
 IMAGES_EACH = 50  # of a client in the comparison of times

@@ -7,7 +7,7 @@ from benchmarks.measure import Contender, as_usual, best, flops, interleave, mat
 from benchmarks.reference import Reference
 from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, training_round, variant
-from fedx_pl.federation.plan import Plan
+from fedx_pl.config.build import Plan
 
 CLIENTS = 2
 

@@ -25,7 +25,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from fedx_pl import cli, config, methods
+from fedx_pl import methods
+from fedx_pl.cli import main as cli
+from fedx_pl.config import compose as config
 
 ROOT = Path(__file__).parents[1]
 REPORT = "experiments/results/mini"

@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch.nn.functional as F
 
-from fedx_pl import Encoder, config
+from fedx_pl import Encoder
+from fedx_pl.config import compose as config
 from fedx_pl.data import sources
 
 NEIGHBORS = 6

@@ -12,11 +12,11 @@ import torch
 from fedx_pl import SSLMethod, backbones
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import Augment, AugmentOptions
-from fedx_pl.data.module import ClientData, ImageStore
+from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
-from fedx_pl.federation.orchestrator import Silent
 from fedx_pl.federation.regularizers import Regularizer, join
 from fedx_pl.methods.base import LocalRound, State
+from fedx_pl.trainer import Silent
 
 # Threads of torch in every test and in what a test starts.
 THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))

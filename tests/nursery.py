@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from helpers import THREADS
 
-from fedx_pl.config import compose
+from fedx_pl.cli.stopping import Stopped, stopped_by_signals
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.orchestrator import Orchestrator, Silent
-from fedx_pl.federation.plan import prepare
-from fedx_pl.stopping import Stopped, stopped_by_signals
+from fedx_pl.trainer import Orchestrator, Silent
 
 
 def break_at(fault: dict[str, Any]) -> None:

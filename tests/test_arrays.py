@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers import Watching
 
-from fedx_pl.cli import main
-from fedx_pl.config import Config, compose, load
+from fedx_pl.cli.evaluate import evaluate_run
+from fedx_pl.cli.main import main
+from fedx_pl.config.build import assemble
+from fedx_pl.config.compose import Config, compose, load
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
-from fedx_pl.encoder import Encoder
+from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
-from fedx_pl.federation.orchestrator import Orchestrator, Result
-from fedx_pl.federation.plan import assemble
-from fedx_pl.revisit import evaluate_run
+from fedx_pl.trainer import Orchestrator, Result
 
 SIDE = 24
 CLIENTS = [np.arange(24), np.arange(24, 48)]

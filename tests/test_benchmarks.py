@@ -20,7 +20,7 @@ from benchmarks.rounds import VARIANTS, Setting, images_of, training_round, vari
 from benchmarks.targets import TARGETS, Target
 from helpers import THREADS, data_for, make_model, start
 
-from fedx_pl.data.module import ClientData
+from fedx_pl.data.batches import ClientData
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.methods import SimCLR, SSLMethod

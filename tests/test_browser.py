@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from helpers import THREADS
 
-from fedx_pl.config import compose
-from fedx_pl.federation.orchestrator import Orchestrator, Silent
-from fedx_pl.federation.plan import prepare
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
+from fedx_pl.trainer import Orchestrator, Silent
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # WebGL without a GPU, for the projector.

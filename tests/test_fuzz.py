@@ -17,8 +17,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedx_pl import config as configuration
-from fedx_pl.config import Config, compose
+from fedx_pl.config import compose as configuration
+from fedx_pl.config.compose import Config, compose
 from fedx_pl.data import partition
 from fedx_pl.data.partition import KINDS, PartitionOptions
 from fedx_pl.errors import UserError

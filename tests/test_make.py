@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedx_pl.config import compose
+from fedx_pl.config.build import build_model
+from fedx_pl.config.compose import compose
 from fedx_pl.data.augment import Augment
-from fedx_pl.data.module import ClientData, ImageStore
+from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.federation.client import LocalTrainer, RoundContext
-from fedx_pl.federation.plan import build_model
 
 ROOT = Path(__file__).parents[1]
 DATA = {"cifar10": (32, 3), "svhn": (32, 3), "fmnist": (28, 1), "imagenet10": (64, 3)}

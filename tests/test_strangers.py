@@ -13,7 +13,8 @@ import torch
 from helpers import tiny_federation
 from safetensors.torch import load_file, save
 
-from fedx_pl import cli, config
+from fedx_pl.cli import main as cli
+from fedx_pl.config import compose as config
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints
 

@@ -11,7 +11,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from fedx_pl.api import Federation, federate
-    from fedx_pl.encoder import Encoder
+    from fedx_pl.encoder.load import Encoder
     from fedx_pl.methods import Embeddings, Loss, SSLMethod, Views
     from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
 
@@ -23,7 +23,7 @@ __all__ = [
 
 _HOMES = {
     "fedx_pl.api": ("Federation", "federate"),
-    "fedx_pl.encoder": ("Encoder",),
+    "fedx_pl.encoder.load": ("Encoder",),
     "fedx_pl.methods": ("Embeddings", "Loss", "SSLMethod", "Views"),
     "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),
 }

@@ -15,15 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedx_pl.config import compose, flat
-from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
-from fedx_pl.federation.plan import prepare
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose, flat
+from fedx_pl.trainer import Orchestrator, Result, Silent
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-    from fedx_pl.encoder import Encoder
+    from fedx_pl.encoder.load import Encoder
 
 _SHORT = {"rounds": "federation.rounds", "clients": "federation.clients", "epochs": "federation.epochs"}
 
@@ -42,7 +42,7 @@ class Federation:
     @cached_property
     def encoder(self) -> Encoder:
         """The trained encoder, in eval mode on the CPU."""
-        from fedx_pl.encoder import Encoder
+        from fedx_pl.encoder.load import Encoder
 
         return Encoder.of(self.folder, allow_code=True)  # This process has run it.
 
@@ -56,7 +56,7 @@ class Federation:
 
     def plot(self) -> Figure:
         """Accuracy by round."""
-        from fedx_pl.reporting import plots
+        from fedx_pl.callbacks import plots
 
         return plots.curves(self.result.rows, self.result.untrained)
 
@@ -80,16 +80,17 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     config = compose(words)
     if quiet:
         return Federation(Orchestrator(prepare(config, report=lambda line: None), Silent()).run())
-    from fedx_pl import terminal
+    from fedx_pl.callbacks import progress
+    from fedx_pl.config.describe import announcement, expectation
 
-    console = terminal.make_console()
-    console.print(terminal.announcement(config), soft_wrap=True)
+    console = progress.make_console()
+    console.print(announcement(config), soft_wrap=True)
     plan = prepare(config)
-    with terminal.Terminal(console, config.federation.rounds) as display:
+    with progress.Terminal(console, config.federation.rounds) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= config.federation.rounds and plan.lacks_gpu:
-            display.note(terminal.expectation(plan, plan.estimate_seconds(first)))
+            display.note(expectation(plan, plan.estimate_seconds(first)))
         display.expect(plan.steps_between(first, config.federation.rounds), first)
         return Federation(orchestrator.run())
 

@@ -12,7 +12,7 @@ import pytest
 from doc_blocks import ROOT, SHELL, blocks_of, needed_extra, prose_of
 from test_doc_blocks import at_work, shrink, tiny_words, workshop  # noqa: F401
 
-from fedx_pl import cli
+from fedx_pl.cli import main as cli
 from fedx_pl.errors import install_hint
 
 FIRST = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "tutorials" / "first-federation.md"]

@@ -12,7 +12,7 @@ from doc_blocks import ROOT
 from helpers import PATIENCE
 
 import fedx_pl
-from fedx_pl.config import all_keys, hyper_parameters
+from fedx_pl.config.compose import all_keys, hyper_parameters
 from fedx_pl.methods import BUILT_IN
 
 pytest.importorskip("mkdocs", reason="needs MkDocs: pip install -e '.[docs]'")

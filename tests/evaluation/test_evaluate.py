@@ -8,7 +8,7 @@ import torch
 from helpers import make_model
 from torch import Tensor, nn
 
-from fedx_pl.data.sources import ImageData, Split
+from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import evaluate
 from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedx_pl.data.augment import Augment, AugmentOptions
+from fedx_pl.data.batches import ImageStore
 from fedx_pl.data.images import Split
-from fedx_pl.data.module import ImageStore
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.finetune import SemiOptions, fine_tune, labelled_subset, top1
 

@@ -15,17 +15,17 @@ from helpers import THREADS, Watching
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedx_pl.config import compose
+from fedx_pl.callbacks.tensorboard import RunWriter
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
+from fedx_pl.engines import Lost
+from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate
 from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.client import RoundContext, Update
-from fedx_pl.federation.engines import Lost
-from fedx_pl.federation.engines.serial import SerialEngine
-from fedx_pl.federation.orchestrator import Orchestrator, Result
-from fedx_pl.federation.plan import prepare
 from fedx_pl.methods.base import State
-from fedx_pl.reporting.tensorboard import RunWriter
+from fedx_pl.trainer import Orchestrator, Result
 
 CLIENTS, ATTACKER = 7, 2
 RULES = ("mean", "clip", "median", "trimmed", "krum")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import data_for, make_data, make_model, train
 
+from fedx_pl.config.build import resolve_device
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import (
     INITIAL_SCALE,
@@ -18,7 +19,6 @@ from fedx_pl.federation.client import (
     _StayOnDevice,
     resolve_precision,
 )
-from fedx_pl.federation.plan import resolve_device
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import FedXMixin, wrap

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
-from fedx_pl.cli import main
-from fedx_pl.config import compose
+from fedx_pl.cli.main import main
+from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.compose import compose
 from fedx_pl.federation import estimate
 from fedx_pl.federation.client import RoundContext, Update
-from fedx_pl.federation.orchestrator import Orchestrator, Silent
-from fedx_pl.federation.plan import Plan, prepare
 from fedx_pl.methods import BUILT_IN, SimCLR
+from fedx_pl.trainer import Orchestrator, Silent
 
 FORMS = {"plain": [], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relation=queue"]}
 
@@ -230,7 +230,7 @@ def test_a_loss_that_needs_a_hook_is_estimated_by_its_network_and_says_so(tiny: 
 def test_a_frozen_copy_of_a_weight_normalized_network_computes_the_same() -> None:
     from lightly.models.modules.heads import DINOProjectionHead
 
-    from fedx_pl.frozen import Frozen
+    from fedx_pl.mixins.teacher import Frozen
 
     head, frozen = DINOProjectionHead(6, 5, 4, 3), Frozen()
     x = torch.randn(7, 6)

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedx_pl.config import compose
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
-from fedx_pl.federation.orchestrator import Orchestrator, Result, Silent
-from fedx_pl.federation.plan import prepare
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
+from fedx_pl.trainer import Orchestrator, Result, Silent
 
 needs_accountant = pytest.mark.skipif(
     find_spec("dp_accounting") is None, reason="needs dp-accounting: pip install -e '.[privacy]'"

@@ -10,19 +10,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
-from fedx_pl.cli import main
-from fedx_pl.config import compose
+from fedx_pl.cli.main import main
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import regularizers
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import Update
-from fedx_pl.federation.orchestrator import Orchestrator, Silent
-from fedx_pl.federation.plan import prepare
 from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.methods.base import OptimOptions, State
 from fedx_pl.mixins import wrap
+from fedx_pl.trainer import Orchestrator, Silent
 
 
 class Line(SSLMethod):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedx_pl.config import compose
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, robust
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator, BadUpdate, FedAvg

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import METHOD, PATIENCE, Watching, forget_modules
-from test_orchestrator import run
+from test_trainer import run
 
-from fedx_pl.config import compose
+from fedx_pl.callbacks.tensorboard import RunWriter
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
 from fedx_pl.federation.client import ClientMemory, Update
 from fedx_pl.federation.pending import Pending
-from fedx_pl.reporting.tensorboard import RunWriter
 
 
 def test_too_little_space_is_told_before_training(

@@ -7,7 +7,7 @@ import torch
 from helpers import data_for, make_model, start, train
 from torch import nn
 
-from fedx_pl.data.module import ClientData
+from fedx_pl.data.batches import ClientData
 from fedx_pl.methods import BYOL, FedU, MoCo, ProtoCL
 from fedx_pl.methods.base import EmaPair, copy_state, update_ema
 from fedx_pl.methods.protocl import cluster, k_means

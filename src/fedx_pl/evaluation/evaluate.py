@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedx_pl.data.sources import ImageData, Split
+from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.finetune import SemiOptions
@@ -22,6 +22,9 @@ from fedx_pl.seeding import derive
 
 _UNLABELLED = 10_000  # Without labels, the health is that of so many training images.
 _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that would be a false alarm.
+
+
+KINDS = ("linear", "knn", "semi", "geometry")  # what `fedx-pl evaluate` measures
 
 
 @dataclass(frozen=True)

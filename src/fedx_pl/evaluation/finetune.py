@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedx_pl.data.augment import Augment
-from fedx_pl.data.module import ImageStore, at_least_two
-from fedx_pl.data.sources import Split
+from fedx_pl.data.batches import ImageStore, at_least_two
+from fedx_pl.data.images import Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
 from fedx_pl.seeding import derive

@@ -16,7 +16,7 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fedx_pl.data.module import ClientData, LocalEpochs
+from fedx_pl.data.batches import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.geometry import angles

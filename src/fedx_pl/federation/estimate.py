@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedx_pl.data.module import ClientData
+from fedx_pl.data.batches import ClientData
 from fedx_pl.errors import UserError
 from fedx_pl.methods.base import LocalRound, SSLMethod, Views
 from fedx_pl.mixins.base import Mixin

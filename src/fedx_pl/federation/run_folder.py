@@ -9,16 +9,16 @@ from typing import IO
 import numpy as np
 from safetensors.torch import load_file
 
-from fedx_pl import foreign_code
-from fedx_pl.config import Config, flat, load
+from fedx_pl.config.build import Plan
+from fedx_pl.config.compose import Config, flat, load
 from fedx_pl.data import partition
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
+from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.foreign_code import Record
 from fedx_pl.federation.pending import Pending
-from fedx_pl.federation.plan import Plan
 from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
-from fedx_pl.foreign_code import Record
 from fedx_pl.methods.base import State
 
 FORK = "fork.safetensors"  # what a forked run began with

@@ -4,8 +4,8 @@ import importlib
 import sys
 from importlib.metadata import entry_points
 
-from fedx_pl import foreign_code
 from fedx_pl.errors import UserError, known_names
+from fedx_pl.federation import foreign_code
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
 from fedx_pl.methods.byol import BYOL
 from fedx_pl.methods.fedu import FedU

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fedx_pl.frozen import Frozen
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.mixins.teacher import Frozen
 
 
 class Mixin(SSLMethod):

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl.errors import UserError, require
-from fedx_pl.frozen import Frozen, copy_network
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.teacher import Frozen, copy_network
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from fedx_pl.errors import UserError, require
-from fedx_pl.frozen import Frozen
 from fedx_pl.losses import global_contrast, nt_xent, relational
 from fedx_pl.methods.base import Embeddings, Loss, Views, mlp
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.teacher import Frozen
 
 _TERMS = ("local_contrast", "local_relation", "global_contrast", "global_relation")
 

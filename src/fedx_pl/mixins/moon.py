@@ -11,10 +11,10 @@ from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
 from fedx_pl.errors import require
-from fedx_pl.frozen import Frozen, copy_network
 from fedx_pl.losses import model_contrast
 from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.teacher import Frozen, copy_network
 
 
 @dataclass(frozen=True)

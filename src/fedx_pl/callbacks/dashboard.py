@@ -1,0 +1,266 @@
+"""What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedx_pl.callbacks.tensorboard import Layout, RunWriter
+from fedx_pl.config.build import Plan
+from fedx_pl.evaluation.features import extract
+from fedx_pl.federation.client import Update
+
+try:
+    import resource
+except ImportError:  # Not on Windows: there memory is not told.
+    resource = None  # type: ignore[assignment]
+
+GALLERY = 1000  # images whose embeddings are drawn
+HEALTH = ("rankme", "uniformity", "feature_std")
+WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
+# What a row of metrics.csv has of the coordinator's own, or the dashboard under the same name as what clients tell.
+OWN = {
+    "round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds", "round_seconds", "epsilon",
+    *(f"{kind}_seconds" for kind in WORK), "bytes_up", "bytes_down", "drift", "trained", "images",
+}  # fmt: skip
+OWN_KINDS = ("loss_", "knn_", "linear_")
+METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", "accuracy/knn_best", "loss/total")
+
+
+class Cockpit:
+    """Writes a run's numbers, texts and pictures. Use as a context manager around its rounds."""
+
+    def __init__(self, plan: Plan, folder: Path, known: Mapping[str, int] | None) -> None:
+        """Prepares the writer.
+
+        Args:
+            plan: of the run.
+            folder: where the event files go.
+            known: event files and their lengths at the last checkpoint; see `RunWriter`.
+        """
+        self.plan, self.folder = plan, folder
+        self.writer = RunWriter(folder, known=known, max_clients=plan.config.run.client_curves)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+
+    def introduce(self, untrained: Mapping[str, float]) -> None:
+        """Before the first round: the pages, the settings, who owns what, and what the untrained network can do."""
+        plan, writer = self.plan, self.writer
+        writer.hparams(hparams(plan), METRICS)
+        writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
+        if plan.clients:
+            counts, names = plan.class_counts()
+            writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
+            views = next(plan.client_data(0, round=1).epoch(0))
+            writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
+        self._evaluation(0, untrained, [])
+        self._draw(0)
+
+    def round(self, rows: Sequence[Mapping[str, Any]], updates: Sequence[Update], events: Sequence[str]) -> None:
+        """After a round, before it is saved.
+
+        Args:
+            rows: of all rounds, this one last.
+            updates: of its clients.
+            events: what a user should know, in words.
+        """
+        row, writer = rows[-1], self.writer
+        writer.forget_projector()
+        number = row["round"]
+        losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
+        told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
+        if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
+            writer.layout(layout(rows))
+        if events:
+            writer.text("events", "\n".join(f"- {event}" for event in events), number)
+        self._evaluation(number, row, rows)
+        scalars = {f"loss/{name}": row[f"loss_{name}"] for name in losses} | {"loss/total": row["loss"]}
+        for name in ("total", *losses):
+            scalars |= band(name, scalars[f"loss/{name}"], updates)
+        scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"]}
+        scalars |= {f"clients/{key}": row[key] for key in told}
+        single = {"optim/lr": "lr", "privacy/epsilon": "epsilon"}
+        scalars |= {tag: row[key] for tag, key in single.items() if key in row}
+        writer.round(number, scalars | self._system(rows))
+        self._clients(number, updates)
+        if self.plan.evaluator.due(number, self.plan.config.federation.rounds)[1]:
+            self._draw(number)
+        if number == self.plan.config.federation.rounds:
+            writer.finished()
+
+    def finish(self) -> None:
+        """After the last round: the final embedding in the projector, once."""
+        if len(self.gallery) < 2 or self.writer.has_projector():
+            return
+        features = self._features()
+        if torch.isfinite(features).all():
+            self.writer.projector(features.cpu(), self._images(), self._names())
+
+    def _evaluation(self, round: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        accuracies = {key: found[key] for key in found if "_top" in key}
+        best = {}
+        for kind in ("knn", "linear"):
+            if f"{kind}_top1" in accuracies and round:
+                best[f"{kind}_best"] = max(row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row)
+        self.writer.accuracy(round, accuracies | best)
+        self.writer.round(round, {f"health/{key}": found[key] for key in HEALTH if key in found})
+
+    def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        row, mega = rows[-1], 1e6
+        work = {kind: row[f"{kind}_seconds"] for kind in WORK}
+        whole = sum(work.values()) or 1.0
+        found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
+        found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
+        found |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / mega for way in ("up", "down")}
+        travelled = (row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))  # Older rows do not tell.
+        found["system/megabytes_in_all"] = sum(travelled) / mega
+        return found | {
+            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.plan.device).items()
+        }
+
+    def _clients(self, round: int, updates: Sequence[Update]) -> None:
+        """A curve for each of the first clients; of all of them, how they are spread."""
+        told: dict[str, dict[int, float]] = {"images": {update.client: update.num_images for update in updates}}
+        told["loss"] = {update.client: update.loss().mean().item() for update in updates if len(update.losses)}
+        for update in updates:
+            for key, value in update.metrics.items():
+                if key != "lr":  # The same for all but in rare methods: one curve is enough.
+                    told.setdefault(key, {})[update.client] = value
+            first_step = update.memory.steps - len(update.losses)
+            self.writer.client_losses(update.client, first_step, update.losses, update.loss_names)
+        for key, values in told.items():
+            self.writer.clients(key, round, values)
+
+    # --- the embedding ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gallery(self) -> np.ndarray:
+        """Rows of the images that are drawn: some of the test images, or of the others where there are none.
+
+        None at a coordinator: there the images stay at the sites.
+        """
+        count = len(self._split.images)
+        return np.linspace(0, count - 1, min(GALLERY, count)).astype(int)
+
+    @property
+    def _split(self) -> Any:
+        return self.plan.data.test or self.plan.data.train
+
+    def _images(self) -> Tensor:
+        return torch.from_numpy(np.array(self._split.images[self.gallery]))
+
+    def _labels(self) -> np.ndarray | None:
+        return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
+
+    def _names(self) -> list[str]:
+        labels, classes = self._labels(), self.plan.data.classes
+        if labels is None:
+            return [f"image {row}" for row in self.gallery]
+        return [classes[label] if label >= 0 else "unlabelled" for label in labels]
+
+    def _features(self) -> Tensor:
+        """Of the gallery, by the model as it is now."""
+        return extract(self.plan.model.backbone.to(self.plan.device), self._images(), self.plan.augment.plain)
+
+    def _draw(self, round: int) -> None:
+        if len(self.gallery) < 2:
+            return
+        features = self._features()
+        if torch.isfinite(features).all():
+            self.writer.embedding(round, features.cpu(), self._images(), self._labels(), self.plan.data.classes)
+
+
+def hparams(plan: Plan) -> dict[str, float | str]:
+    """What runs are compared by, and whatever else is not as usual.
+
+    TensorBoard shows the first five by alphabet, capitals first.
+    """
+    config = plan.config
+    main = {
+        "Data": config.data.name,
+        "FedX": config.fedx.enabled,
+        "Method": config.method.name,
+        "Rounds": config.federation.rounds,
+        "Seed": config.seed,
+    }
+    told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
+    rest = {key: value for key, value in config.unusual().items() if key not in told}
+    return {key: _shown(value) for key, value in {**main, **rest}.items()}
+
+
+def _shown(value: Any) -> float | str:
+    """As TensorBoard can take it; true it would show as 1."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, int | float) else str(value)
+
+
+def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
+    """One standard deviation of the clients around the mean of a loss term."""
+    columns = [update.loss(name) for update in updates if name in update.loss_names]
+    means = [column.mean() for column in columns if len(column)]
+    spread = torch.stack(means).std(correction=0).item() if means else 0.0
+    return {f"loss_band/{name}_low": mean - spread, f"loss_band/{name}_high": mean + spread}
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most this process has used so far, in bytes; of the GPU's memory too, if it trains there."""
+    found: dict[str, float] = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["ram"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
+
+
+def layout(rows: Sequence[Mapping[str, Any]]) -> Layout:
+    """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
+
+    Args:
+        rows: of all rounds so far; not every client is in every round, so that a number may first be told late.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    losses = [key.removeprefix("loss_") for key in keys if key.startswith("loss_") and key != "loss_scale"]
+    others = [key for key in keys if key not in {*OWN, *HEALTH, "angle"} and not key.startswith(OWN_KINDS)]
+    told = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
+    titles = {
+        "drift": "Drift: how far a client went, in lengths of the global weights",
+        "angle": "Angle between a client's embeddings and the global ones (degrees)",
+        "divergence": "Divergence d of FedU",
+    }
+    bands = {name: (f"loss/{name}", f"loss_band/{name}_low", f"loss_band/{name}_high") for name in ("total", *losses)}
+    return {
+        "Accuracy": {
+            "Linear probe, top-1 (%); best: on the test images": ["accuracy/linear_top1$", "accuracy/linear_best$"],
+            "kNN, top-1 (%); best: on the test images": ["accuracy/knn_top1$", "accuracy/knn_best$"],
+        },
+        # Charts with bands TensorBoard shows from the last to the first.
+        "Losses": {f"{name}, mean ± std of the clients": bands[name] for name in reversed(bands)},
+        "Clients": {
+            **{titles.get(name, name): [f"client_{name}/"] for name in told},
+            "Loss by step": ["loss_total/client_"],
+            "Images of the clients that trained": ["client_images/"],
+            "Clients that trained": ["clients/trained$"],
+        },
+        "Health": {
+            "Standard deviation of the features' directions": ["health/feature_std$"],
+            "Uniformity: 0 is a collapse": ["health/uniformity$"],
+            "RankMe: dimensions in use": ["health/rankme$"],
+            "Updates refused": ["clients/dropped$"],
+        },
+        "System": {
+            "Images per second": ["system/images_per_second$"],
+            "Share of the work (%)": ["system/share_"],
+            "Memory of this process, the most so far (GB)": ["system/memory_"],
+            "Traffic of a round (MB)": ["system/megabytes_up$", "system/megabytes_down$"],
+            "Traffic in all (MB)": ["system/megabytes_in_all$"],
+        },
+    }

@@ -1,0 +1,231 @@
+"""The progress of a run on the terminal: a live bar with an ETA, and one line per round."""
+
+import os
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fedx_pl.callbacks.eta import Eta
+from fedx_pl.federation.client import Update
+
+QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
+
+
+def make_console() -> Console:
+    """On standard output, as it is: paths and names may hold brackets."""
+    return Console(markup=False, highlight=False)
+
+
+class _Live(Progress):
+    """A bar, and lines below it: beside it there is no room on a narrow terminal."""
+
+    def __init__(self, below: Callable[[], list[Text]], *columns: ProgressColumn, **options: Any) -> None:
+        self.below = below
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bar first."""
+        yield self.make_tasks_table(self.tasks)
+        yield from self.below()
+
+
+class _Eta(ProgressColumn):
+    """The run's, as in the lines of the rounds: rich's own knows of no evaluations between the steps."""
+
+    def __init__(self, eta: Callable[[], str]) -> None:
+        self.eta = eta
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        """Asks for it."""
+        return Text(self.eta(), no_wrap=True)
+
+
+class Terminal:
+    """A live display with an ETA on a terminal, plain lines elsewhere. Use as a context manager around a run.
+
+    Losses and images per second are of the clients that are done: those of every step stay on the device until then.
+    """
+
+    def __init__(self, console: Console, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepares the display.
+
+        Args:
+            console: where to write.
+            rounds: of the whole run.
+            clock: seconds, from any origin.
+        """
+        self.console, self.rounds = console, rounds
+        self._clock, self._left = clock, Eta(rounds, clock)
+        self._round_started = self._last_line = clock()
+        self._images, self._rate, self._loss, self._terms = 0, "", "", ""
+        self._of, self._workers = 0, dict[str, str]()
+        self._live = is_live(console)
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
+            _Eta(self._eta),
+        )  # fmt: skip
+        self._progress = _Live(self._below, *columns, console=console, transient=True, disable=not self._live)
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def expect(self, steps: int, first: int = 1) -> None:
+        """Tells how many optimiser steps are still to come, for the ETA, and the first round."""
+        self._left.expect(steps, first - 1)
+        self._progress.update(self._task, total=steps, description=f"round {first}/{self.rounds}")
+
+    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
+        """Begins to count the round's time and images: not before, since real sites are waited for."""
+        self._of, self._images, self._round_started = of, 0, self._clock()
+        self._left.start(round_number, done / of if of else 0.0, steps)
+        self._move(f"round {round_number}/{self.rounds}, {done}/{of} clients")
+
+    def step(self, count: int = 1) -> None:
+        """Advances the bar, which is drawn a few times a second."""
+        self._left.step(count)
+        if self._live and self._left.steps:
+            self._move()
+
+    def working(self, worker: str, client: int | None) -> None:
+        """Shows what each worker does, where there are several."""
+        self._workers[worker] = "idle" if client is None else f"client {client}"
+        self._progress.refresh()
+
+    def client(self, round: int, done: int, of: int, update: Update | None = None) -> None:
+        """Shows how many clients of the round are done, and what the last of them tells."""
+        if update is not None:
+            self._hear(update)
+        self._of = of
+        self._left.client(done / of)
+        doing = f"{done}/{of} clients" if done < of else "evaluating"
+        self._move(f"round {round}/{self.rounds}, {doing}")
+        if not self._live and self._clock() - self._last_line > QUIET_SECONDS:
+            parts = [f"  round {round}/{self.rounds}: {done} of {of} clients done", self._loss, self._rate, self._eta()]
+            self._print(", ".join(part for part in parts if part))
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """One line for a finished round."""
+        round = row["round"]
+        parts = [f"round {round:>3}/{self.rounds}" if round else "untrained    "]
+        labels = {"loss": "loss", "knn_top1": "kNN", "linear_top1": "linear"}
+        parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
+        self._left.row(round, row.get("evaluate_seconds", 0.0))
+        if round:
+            parts += [f"{row['images_per_second']:,.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
+        self._print("  ".join(parts))
+        clients = f", 0/{self._of} clients" if self._of else ""
+        following = f"round {round + 1}/{self.rounds}{clients}" if round < self.rounds else "finishing"
+        self._move(following)
+
+    def note(self, text: str) -> None:
+        """A line that must not be missed."""
+        self._print(f"note: {text}", style="yellow")
+
+    def _hear(self, update: Update) -> None:
+        self._images += update.images_seen
+        passed = max(self._clock() - self._round_started, 1e-9)
+        self._rate = f"{self._images / passed:,.0f} img/s"  # as the round's line
+        if len(update.losses):
+            means = zip(update.loss_names, update.losses.mean(0).tolist(), strict=False)  # A site's word is its own.
+            total, *terms = [f"{name.replace('_', ' ')} {mean:.2f}" for name, mean in means]
+            self._loss, self._terms = total.replace("total", "loss"), ", ".join(terms if len(terms) > 1 else [])
+
+    def _move(self, description: str | None = None) -> None:
+        """Moves the bar by steps, or by rounds where nobody tells of steps."""
+        self._progress.update(self._task, completed=self._left.done, total=self._left.total, description=description)
+
+    def _below(self) -> list[Text]:
+        now = ", ".join(part for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms) if part)
+        workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
+        lines = [Text(now), Text(workers, no_wrap=True, overflow="ellipsis")]  # There may be many workers.
+        return [line for line in lines if line]
+
+    def _eta(self) -> str:
+        seconds = self._left.seconds()
+        return "ETA unknown" if seconds is None else f"ETA {duration(seconds)}"
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._last_line = self._clock()
+        self.console.print(text, style=style, soft_wrap=True)
+
+
+def is_live(console: Console) -> bool:
+    """Whether someone watches who would like a bar that moves, on a terminal that can move it."""
+    return console.is_interactive and not os.environ.get("CI")
+
+
+@contextmanager
+def grouped_warnings(console: Console) -> Iterator[None]:
+    """Shows each warning once, in a line, and at the end how often it came: every client's fit gives the same ones."""
+    counts: Counter[str] = Counter()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        text = " ".join(str(message).split())
+        counts[text] += 1
+        if counts[text] == 1:
+            place = f"{category.__name__}, {Path(filename).name}:{lineno}"
+            console.print(f"warning: {text} ({place})", style="yellow", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", append=True)  # Counted by us; what others ignore stays ignored.
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            for text, count in counts.items():
+                if count > 1:
+                    short = textwrap.shorten(text, 60, placeholder=" ...")
+                    console.print(f"warning, {count} times: {short}", style="yellow", soft_wrap=True)
+
+
+@contextmanager
+def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """An ETA, for work that tells how many steps are done and of how many: a live bar, or a line now and then."""
+    live = is_live(console)
+    started = said = time.monotonic()
+
+    def tick(done: int, of: int) -> None:
+        nonlocal started, said
+        now = time.monotonic()
+        if done <= 1:  # Work of several parts counts each from the start.
+            started = now
+        elif not live and now - said > QUIET_SECONDS:
+            said = now
+            eta = duration((now - started) / (done - 1) * (of - done))
+            console.print(f"  {what}: {done:,} of {of:,} steps, ETA {eta}", soft_wrap=True)
+        bar.update(task, completed=done, total=of)
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not live) as bar:
+        task = bar.add_task(what, total=None)
+        yield tick
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1 min 15 s``; coarse for long ones."""
+    seconds = round(seconds)  # First, or there would be minutes of 60 seconds.
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    if seconds < 86400:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    return f"{seconds / 86400:.1f} days"

@@ -1,0 +1,1 @@
+"""The command line: `main` parses, and each command has its module."""

@@ -1,0 +1,20 @@
+"""``fedx-pl export``: writes a run's encoder for use without this package."""
+
+import argparse
+
+from fedx_pl.callbacks import progress
+from fedx_pl.data.sources.survey import number
+from fedx_pl.encoder.export import export
+from fedx_pl.encoder.load import value_range_of
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes a run's encoder for use without this package."""
+
+    with progress.grouped_warnings(progress.make_console()):
+        file, line = export(options.run, options.to, options.out, options.round, allow_code=options.allow_code)
+    print(file)
+    if value_range := value_range_of(options.run):
+        low, high = map(number, value_range)
+        print(f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1")
+    print(f"load it with: {line}")

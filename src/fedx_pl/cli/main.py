@@ -1,0 +1,75 @@
+"""The command ``fedx-pl``. Each command has a module of its name with a function `run`.
+
+It is imported only to run it: with torch and Lightning behind it, it takes seconds to load, and ``--help`` should not.
+"""
+
+import errno
+import importlib
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from fedx_pl import __version__
+from fedx_pl.cli.parser import EXIT_USER_ERROR, make_parser
+from fedx_pl.cli.stopping import Stopped
+from fedx_pl.errors import UserError, did_you_mean
+
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code is 2 for a mistake the user can mend."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser(arguments)
+    options, more = parser.parse_known_args(arguments)  # Overrides may stand before and after flags.
+    if options.version:
+        print(_versions())
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return EXIT_USER_ERROR
+    if flags := [word for word in more if word.startswith("-")]:
+        known = [flag for action in options.parser._actions for flag in action.option_strings]
+        options.parser.error(f"there is no option {flags[0]}{did_you_mean(flags[0], known)}")
+    if more and not any(action.dest == "overrides" for action in options.parser._actions):
+        options.parser.error(f"{more[0]!r} is one word too many")
+    options.overrides += more
+    try:
+        command = importlib.import_module(f"fedx_pl.cli.{options.command}")
+        return int(command.run(options) or 0)
+    except UserError as error:
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except OSError as error:
+        if options.debug:
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space, then run the same command to go on" if full else "--debug shows where"
+        print(f"error: {error}; {advice}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {_how_to_go_on(arguments)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Stopped as signal:
+        print(f"\nstopped by {signal}; {_how_to_go_on(arguments)}", file=sys.stderr)
+        return 0
+
+
+def _how_to_go_on(arguments: Sequence[str]) -> str:
+    words = shlex.join(["fedx-pl", *arguments])
+    return f"the same command goes on after the last finished client: {words}"
+
+
+def _versions() -> str:
+    """What a bug report should begin with; read from the packages' metadata, not by importing them."""
+    found = [f"fedx-pl {__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "pytorch-lightning"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)

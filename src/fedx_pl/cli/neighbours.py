@@ -1,0 +1,17 @@
+"""``fedx-pl neighbours``: finds the images most like one."""
+
+import argparse
+
+from fedx_pl.cli.embed import load_encoder
+from fedx_pl.encoder import neighbors
+
+
+def run(options: argparse.Namespace) -> None:
+    """Finds the images most like one."""
+
+    encoder = load_encoder(options)
+    found = neighbors.find(encoder, options.query, options.images, options.count)
+    neighbors.contact_sheet(options.out, options.query, options.images, found, encoder.value_range)
+    for path, like in found:
+        print(f"{like:.3f}  {path}")
+    print(f"pictures: {options.out}")

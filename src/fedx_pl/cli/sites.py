@@ -1,0 +1,210 @@
+"""``fedx-pl federate keys | server | client``: a federation of real sites."""
+
+import argparse
+import re
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedx_pl.callbacks import progress
+from fedx_pl.cli.stopping import stopped_by_signals
+from fedx_pl.cli.summary import summary
+from fedx_pl.config import build as planning
+from fedx_pl.config import compose as configuration
+from fedx_pl.config.build import Plan
+from fedx_pl.config.compose import Config
+from fedx_pl.config.describe import announcement
+from fedx_pl.data import sources
+from fedx_pl.data.images import ImageData, Split
+from fedx_pl.engines import Watcher
+from fedx_pl.errors import UserError, require
+from fedx_pl.files import lock
+from fedx_pl.sites import keys, site, wire
+from fedx_pl.sites.engine import FlowerEngine
+from fedx_pl.sites.link import Link, quiet_flower
+from fedx_pl.trainer import Orchestrator
+
+POLL_SECONDS = 0.5
+AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
+# A site believes a refusal only after a while. A coordinator that has just started knows no keys yet, and one that has
+# not noticed that a site was killed does not let it in a second time; it notices after 20 seconds.
+PATIENCE_SECONDS = 30.0
+
+
+def make_keys(options: argparse.Namespace) -> None:
+    """Certificates and keys."""
+    names = [name.strip() for name in options.sites.split(",") if name.strip()]
+    host = options.host or keys.known_host(options.out) or socket.getfqdn()
+    for line in keys.make(options.out, host, options.port, names):
+        print(line)
+
+
+def server(options: argparse.Namespace) -> None:
+    """Coordinates the rounds; a signal of the cluster ends it well."""
+    with stopped_by_signals():
+        _coordinate(options)
+
+
+def _coordinate(options: argparse.Namespace) -> None:
+    config = _server_config(options)
+    require("--port", options.port, 0 < options.port < 2**16, "--port 8000")
+    require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
+    require("--wait", options.wait, 0 <= options.wait < inf, "seconds, e.g. --wait 600")
+    console = progress.make_console()
+    console.print(announcement(config), soft_wrap=True)
+    known = None if options.insecure else keys.load_server(options.keys)
+    if known is not None and len(known.sites) < config.federation.clients:
+        raise UserError(
+            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
+            f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
+        )
+    plan = coordinator_plan(config, lambda line: console.print(line, soft_wrap=True))
+    side, channels = plan.data.train.images.shape[1], plan.data.train.images.shape[3]
+
+    def make_engine(plan: Plan, watcher: Watcher) -> FlowerEngine:
+        link = Link(plan.config.run_folder / "flower", options.host, options.port, known)
+        watcher.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
+        try:
+            offered = site.offer(config, channels, side, plan.data.value_range)
+            engine = FlowerEngine(plan, watcher, link, offered, wait=options.wait, timeout=options.timeout)
+        except BaseException:
+            link.close()
+            raise
+        if known is not None:
+            engine.book.expect(sorted(known.sites))
+        return engine
+
+    with progress.Terminal(console, config.federation.rounds) as display:
+        result = Orchestrator(plan, display, make_engine).run()
+    summary(result, console)
+
+
+def client(options: argparse.Namespace) -> None:
+    """A site: takes part until it is stopped."""
+    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
+    if other := [word for word in options.overrides if word not in own]:
+        raise UserError(
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.* and privacy.* keys, e.g. run.device=cpu"
+        )
+    if not options.data.is_dir():
+        raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
+    if options.insecure:
+        known = keys.SiteKeys(
+            options.name or options.data.resolve().name, options.server, Path(), ec.generate_private_key(ec.SECP384R1())
+        )
+    else:
+        known = keys.load_site(options.keys)
+    address = options.server or known.server
+    _require_address(address, options.insecure)
+    state = options.state or Path(f"fedx-site-{known.name}")
+    quiet_flower(state)
+    try:
+        held = lock(state)
+    except UserError:
+        raise UserError(f"this site runs already: another process uses --state {state}; end that one first") from None
+    console = progress.make_console()
+
+    def say(line: str) -> None:
+        console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
+
+    here = site.Site(known.name, state, [f"data.root={options.data}", *own], say, allow_code=options.allow_code)
+    say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with held, suppress(KeyboardInterrupt):
+        _serve(here, address, None if options.insecure else known.ca, known.private, say)
+    say("left the federation; start the same command to join again")
+
+
+def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> Plan:
+    """A plan without clients of its own, and with labelled images only if the configuration names some."""
+    if config.data.name != "folder" or config.data.root != configuration.compose(["data=folder"]).data.root:
+        data = sources.load(config.data, seed=config.seed, report=report)
+    else:
+        report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
+        side = sources.stored_side(config.data)
+        nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
+        data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "", options=config.data)
+    return planning.assemble(config, data, [])
+
+
+def _server_config(options: argparse.Namespace) -> Config:
+    words = options.overrides
+    if any(word.startswith("federation.clients=") for word in words):
+        raise UserError("type --clients N instead of federation.clients=N")
+    config = configuration.compose([*words, f"federation.clients={options.clients}"])
+    if config.fedca.enabled:
+        raise UserError("fedca=true needs a base encoder on every site; it works in simulations only")
+    if config.engine.name != "serial":
+        raise UserError(f"engine={config.engine.name} is for fedx-pl train; sites train by themselves")
+    run = replace(config.run, root=str(Path(config.run.root) / "federations")) if not config.run.dir else config.run
+    return replace(config, run=run)
+
+
+def _serve(
+    here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: planning.Callable
+) -> None:
+    """Answers messages, and connects again whenever the coordinator was away."""
+    from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+
+    silent, refused, connection = False, 0.0, here.state / "connection"
+    while True:
+        node = None
+        try:
+            node = Node(address, ca, private, _number(connection))
+            connection.write_text(str(node.number))
+            say("connected; waiting for rounds")
+            silent, refused = False, 0.0
+            while True:
+                incoming = node.next()
+                if incoming is None:
+                    time.sleep(POLL_SECONDS)
+                elif incoming.content is None:
+                    say(f"a message that cannot be read: {incoming.error}")
+                    node.answer(incoming, wire.Content({"site": here.name, "error": incoming.error}, {}))
+                elif (found := here.answer(incoming.kind, incoming.content)) is not None:
+                    node.answer(incoming, found)
+        except Unreachable as error:
+            if not silent:
+                say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
+            silent = True
+        except Refused as error:
+            if isinstance(error, WrongCertificate):
+                raise UserError(f"{address} is not the coordinator of this site's keys: {error}") from error
+            refused = refused or time.monotonic()
+            if time.monotonic() > refused + PATIENCE_SECONDS:
+                raise UserError(
+                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
+                    f"key in KEYS/server/sites, and see that this machine's clock is right"
+                ) from error
+        except BaseException:
+            if node is not None:
+                node.close(leave=True)
+            raise
+        if node is not None:
+            node.close(leave=False)
+        time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
+
+
+def _number(file: Path) -> int | None:
+    """Of this site's last connection, in this process or in one that was killed."""
+    try:
+        number = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return number if 0 <= number < 2**64 else None
+
+
+def _require_address(address: str, insecure: bool) -> None:
+    host, colon, port = address.rpartition(":")
+    known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) is not None
+    if not (colon and known and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000")
+    if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UserError(f"--insecure --server {address}: without TLS only within one machine; use --keys")

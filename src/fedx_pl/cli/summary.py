@@ -1,0 +1,99 @@
+"""What is printed when a command is done."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedx_pl.callbacks.progress import duration
+from fedx_pl.config.compose import flat
+from fedx_pl.trainer import Result
+
+FILES = {  # of a run folder, for people
+    "metrics.csv": "losses, accuracies and times, a row per round",
+    "accuracy.png": "accuracy by round",
+    "encoder.safetensors": "the trained encoder's weights",
+    "config.yaml": "every setting of the run",
+    "tensorboard": "the dashboards",
+}
+
+
+def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The numbers of `fedx-pl evaluate`, one per row."""
+    table = Table("", "", title="evaluation", title_justify="left", show_header=False)
+    for kind, numbers in found.items():
+        for key, value in flat(numbers).items():
+            if isinstance(value, int | float):
+                key = key if key.startswith(f"{kind}_") else f"{kind}.{key}"
+                table.add_row(key, f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+    return table
+
+
+def summary(result: Result, console: Console) -> None:
+    """Accuracies by round, where everything is, and the next command."""
+    if any("knn_top1" in row for row in result.rows):
+        table = Table(title="accuracy on the test images (%)", title_justify="left")
+        for column in ("round", "kNN", "linear", "linear top-5"):
+            table.add_column(column, justify="right")
+        for name, row in [
+            ("untrained", result.untrained),
+            *((str(row["round"]), row) for row in _measured(result.rows)),
+        ]:
+            table.add_row(name, *(_percent(row.get(key)) for key in ("knn_top1", "linear_top1", "linear_top5")))
+        console.print(table)
+        for key, name in (("linear_top1", "linear"), ("knn_top1", "kNN")):
+            values = [row[key] for row in result.rows if key in row]
+            before = result.untrained.get(key)
+            against = "" if before is None else f", untrained {before:.2f}"
+            best = f"best on the test images {max(values):.2f}"
+            console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
+    else:
+        console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
+    for alarm in result.alarms[-5:]:
+        console.print(f"alarm: {alarm}", style="yellow", soft_wrap=True)
+    if len(result.alarms) > 5:
+        console.print(f"alarm: {len(result.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
+    console.print(f"time: {duration(result.seconds)}")
+    console.print(f"run folder: {result.folder}", soft_wrap=True)
+    for name, what in FILES.items():
+        if (result.folder / name).exists():
+            console.print(f"  {name:<20} {what}", soft_wrap=True)
+    console.print("next:")
+    for words in _next(result):
+        console.print(f"  {words}", soft_wrap=True)
+
+
+def _next(result: Result) -> list[str]:
+    """Commands that are worth typing now."""
+    folder = shlex.quote(str(result.folder))
+    labelled = any("knn_top1" in row for row in result.rows)
+    use = f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
+    return [
+        f"{_command('tensorboard')} --logdir {shlex.quote(str(result.folder.parent))} --samples_per_plugin images=100",
+        f"{_command('fedx-pl')} {use}",
+        f"{_command('fedx-pl')} export {folder} --to torch",
+    ]
+
+
+def _command(name: str) -> str:
+    """The environment's own if it is not on the path, as after `make` without activating .venv."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not beside.exists():
+        return name
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], most: int = 20) -> list[Mapping[str, Any]]:
+    """Rows with an accuracy; of a long run every few, with the last."""
+    measured = [row for row in rows if "knn_top1" in row or "linear_top1" in row]
+    every = max(1, -(-len(measured) // most))
+    return [row for i, row in enumerate(measured) if (len(measured) - 1 - i) % every == 0]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,56 @@
+"""``fedx-pl sweep``: runs the experiments behind tables and figures."""
+
+import argparse
+from pathlib import Path
+
+from fedx_pl.callbacks import progress
+from fedx_pl.errors import UserError
+from fedx_pl.experiments.definition import (
+    definitions_folder,
+    load_experiment,
+    parse_only,
+    parse_seeds,
+    results_folder,
+)
+from fedx_pl.experiments.sweep import Sweep, places, plan_jobs, resolve_profile
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs what is left of some experiments."""
+    definitions = definitions_folder(options.definitions)
+    names = [word for word in options.overrides if "=" not in word]
+    if not names:
+        known = ", ".join(sorted(file.stem for file in definitions.glob("*.yaml")))
+        raise UserError(f"which experiment? Type fedx-pl sweep NAME, one or more of {known}")
+    words = [word for word in options.overrides if "=" in word]
+    profile = next((word.partition("=")[2] for word in words if word.startswith("profile=")), "auto")
+    profile = resolve_profile(profile)
+    more = places([word for word in words if not word.startswith("profile=")], options.jobs)
+    experiments = [
+        load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml") for name in names
+    ]
+    seeds = parse_seeds(options.seeds)
+    jobs = plan_jobs(experiments, profile, seeds, more, parse_only(options.only, experiments))
+    if not jobs:
+        files = ", ".join(f"{one.name}.yaml" for one in experiments)
+        raise UserError(f"profile {profile} has no such run; see profiles: in {files}, or type another --only")
+    results = options.results or results_folder(definitions, profile)
+    console = progress.make_console()
+    sweep = Sweep(jobs, results, options.jobs, console)
+    seconds = sweep.expected_seconds()
+    console.print(
+        f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
+        f"already, {sweep.rounds_left():,} rounds to go, {options.jobs} at once"
+        + (f": about {progress.duration(seconds)}, by the rounds of earlier runs" if seconds else ""),
+        soft_wrap=True,
+    )
+    if options.dry_run:
+        for job in sweep.waiting:
+            console.print(f"fedx-pl train {' '.join(job.overrides)}", soft_wrap=True)
+        return 0
+    failed = sweep.run()
+    for job in failed:
+        see = f", see {job.log}" if job.log.exists() else ""
+        console.print(f"failed: {job.name} ({job.title}){see}", soft_wrap=True)
+    console.print(f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True)
+    return 1 if failed else 0

@@ -1,0 +1,313 @@
+"""Everything a run needs, made ready but not started: data, split, model, device; and what it will cost."""
+
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedx_pl import backbones, methods
+from fedx_pl.config.compose import Config, compose
+from fedx_pl.data import partition, sources
+from fedx_pl.data.augment import Augment
+from fedx_pl.data.batches import ClientData, ImageStore
+from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split
+from fedx_pl.data.sources import cache
+from fedx_pl.errors import UserError, require
+from fedx_pl.evaluation.evaluate import Evaluator
+from fedx_pl.federation import estimate, privacy, regularizers
+from fedx_pl.federation.allocator import keep_freed_memory
+from fedx_pl.federation.client import LocalTrainer, resolve_precision
+from fedx_pl.methods.base import LocalRound, SSLMethod, State
+from fedx_pl.mixins import MIXINS, wrap
+from fedx_pl.seeding import derive
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that could start now."""
+
+    config: Config
+    data: ImageData
+    clients: list[np.ndarray]  # each client's rows of the training images
+    device: torch.device
+    precision: str
+    model: SSLMethod
+    augment: Augment
+
+    @cached_property
+    def store(self) -> ImageStore:
+        """The training images, put where training happens at first use."""
+        return self.store_of(self.data.train)
+
+    def store_of(self, split: Split) -> ImageStore:
+        """Images where training happens."""
+        return ImageStore(split.images, self.device, int(self.config.run.resident_gb * 1e9))
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Measures the encoder on the labelled images."""
+        return Evaluator(self.config.evaluation, self.data, self.augment.plain, self.config.seed)
+
+    @cached_property
+    def regularizer(self) -> regularizers.Regularizer:
+        """What holds the clients together beside the averaging."""
+        return regularizers.make(self.config.regularizer)
+
+    @cached_property
+    def own_backbone(self) -> str:
+        """The class of a backbone that the method brought or changed; empty if it is the configuration's."""
+        images, size = self.data.train.images, self.augment.options.size
+        with torch.random.fork_rng(devices=[]):
+            given = backbones.build(self.config.backbone, channels=images.shape[3], image_size=size or images.shape[1])
+        trained = self.model.backbone
+        same = type(trained) is type(given) and repr(trained) == repr(given)
+        return "" if same else type(trained).__qualname__
+
+    def first_state(self) -> State:
+        """The global state before the first round."""
+        return regularizers.join(self.model.shared_state(), self.regularizer.server_state(self.model))
+
+    def load(self, global_state: State) -> SSLMethod:
+        """The model with the weights of a global state."""
+        self.model.load_shared(regularizers.split(global_state)[0])
+        return self.model
+
+    def trainer(self, tick: Callable[[], None], secret_noise: bool = False) -> LocalTrainer:
+        """Trains clients on this plan's model.
+
+        Args:
+            tick: called after every step.
+            secret_noise: the noise of `privacy.noise` cannot be told from the run's seed; for real clients.
+        """
+        return LocalTrainer(
+            self.model, self.device, self.precision, tick, self.config.run.compile, self.regularizer,
+            self.config.privacy, secret_noise, self.config.run.client_curves,
+        )  # fmt: skip
+
+    def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
+        """A client's batches in a round; ``rows`` if not the split's but its own, as at a site."""
+        rows = self.clients[client] if rows is None else rows
+        # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
+        reserved = self.config.relation_size if self.config.fedx.enabled else 0
+        return ClientData(
+            self.store,
+            torch.from_numpy(rows).to(self.store.index_device),
+            self.augment,
+            batch_size=self.config.optim.batch_size - reserved,
+            relation_size=reserved if self.model.relation_batch else 0,
+            seed=derive(self.config.seed, "data", round, client),
+        )
+
+    @property
+    def clients_per_round(self) -> int:
+        """How many train in a round."""
+        federation = self.config.federation
+        clients = len(self.clients) or federation.clients  # Real sites are not in the plan.
+        share = int(federation.fraction * clients + 0.5)  # `round` would make 2 of half of 5.
+        return max(share, federation.min_clients, 1)
+
+    @property
+    def lacks_gpu(self) -> bool:
+        """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
+        engine = self.config.engine
+        elsewhere = engine.name == "ray" and bool(engine.address)
+        return self.config.profile == "paper" and self.device.type == "cpu" and not elsewhere
+
+    def choose_clients(self, round: int, present: Sequence[int] | None = None) -> list[int]:
+        """Who trains in a round: all, or a sample of `federation.fraction`; of all clients or of those ``present``."""
+        able = np.arange(len(self.clients)) if present is None else np.array(present)
+        draw = np.random.default_rng(derive(self.config.seed, "clients", round))
+        chosen = draw.choice(len(able), size=min(self.clients_per_round, len(able)), replace=False)
+        return sorted(able[chosen].tolist())
+
+    def class_counts(self) -> tuple[np.ndarray, list[str]]:
+        """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
+        labels = self.data.train.labels
+        if labels is None:
+            return np.array([[len(rows)] for rows in self.clients]), ["images"]
+        names = [*self.data.classes, "unlabelled"]
+        counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients])
+        return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
+
+    def epsilon_after(self, round: int) -> float:
+        """What the client that was chosen most often has spent of its privacy by the end of a round.
+
+        Which sites were there in which round a plan does not know: one that has missed none is assumed.
+        """
+        options, most = self.config.privacy, round
+        if self.clients:
+            times = Counter(client for number in range(1, round + 1) for client in self.choose_clients(number))
+            most = max(times.values())
+        return privacy.epsilon(options.noise, most, options.delta)
+
+    def require_budget(self) -> None:
+        """Raises a `UserError` if the run would spend more than `privacy.max_epsilon`."""
+        options, rounds = self.config.privacy, self.config.federation.rounds
+        if options.max_epsilon and (spent := self.epsilon_after(rounds)) > options.max_epsilon:
+            enough = bisect(range(1, rounds + 1), options.max_epsilon, key=self.epsilon_after)
+            fewer = f"federation.rounds={enough} or " if enough else ""
+            raise UserError(
+                f"privacy.max_epsilon={options.max_epsilon} is less than the {spent:.2f} that "
+                f"privacy.noise={options.noise} spends in {rounds} rounds; type {fewer}a larger privacy.noise"
+            )
+
+    def steps_of(self, client: int) -> int:
+        """Optimiser steps of a client in one round."""
+        return len(self.client_data(client, round=1)) * self.config.federation.epochs
+
+    def steps_between(self, first: int, last: int) -> int:
+        """Optimiser steps of all clients in the rounds ``first`` to ``last``; with sampled clients, as expected."""
+        steps = sum(self.steps_of(client) for client in range(len(self.clients)))
+        return int(steps * self.clients_per_round / len(self.clients) * (last - first + 1))
+
+    def estimate_seconds(self, first_round: int = 1) -> float:
+        """Expected duration, from a few training steps and one batch of features; the model stays as it is."""
+        rounds, epochs = self.config.federation.rounds, self.config.federation.epochs
+        largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
+        data = self.client_data(largest, round=1)
+        # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
+        local = LocalRound(rounds, rounds, largest, epochs, 0, self.config.seed, data)
+        per_step = estimate.step_seconds(self.model, data, local, self.device, self.precision)
+        with estimate.restored(self.model):
+            evaluating = self.evaluator.estimate_seconds(self.model, self.device, first_round, rounds)
+        return self.steps_between(first_round, rounds) * per_step + evaluating
+
+
+def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
+    """Loads the data, splits it and builds the model.
+
+    Args:
+        config: of the run.
+        report: takes one line for each thing worth knowing.
+    """
+    privacy.require_possible(config.privacy, config.regularizer.name)
+    resolve_device(config.run.device)  # A wrong one is better known before the data are fetched.
+    _require_fitting_optimizer(config)
+    data = sources.load(config.data, seed=config.seed, report=report)
+    train, images = data.train, data.train.images
+    clients = partition.make(
+        config.partition, train.labels, train.groups, len(images), config.federation.clients, config.seed,
+        fingerprint=data.fingerprint,
+    )  # fmt: skip
+    return assemble(config, data, clients)
+
+
+def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan:
+    """Builds the model for data that is there already.
+
+    Args:
+        config: of the run. For arrays of one's own, ``data.*`` of the plan's says what they are: ``data.name=arrays``,
+            their side, and a mean of 0.5 and a standard deviation of 0.25 unless other numbers were typed.
+        data: to train on, or to evaluate on; of `sources.load`, or made of arrays.
+        clients: who owns which rows; none where the images are elsewhere.
+    """
+    privacy.require_possible(config.privacy, config.regularizer.name)
+    if data.options is None:
+        config, data = _arrays(config, data)
+    images = data.train.images
+    device = resolve_device(config.run.device)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    mean, std = normalisation(config, channels=images.shape[3])
+    size = config.augment.size if 0 < config.augment.size < images.shape[1] else 0
+    augment = Augment(replace(config.augment, size=size), mean, std)
+    model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
+    plan = Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
+    plan.require_budget()
+    _require_fitting_optimizer(config, plan)
+    return plan
+
+
+def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
+    """A configuration that claims no data set for arrays, and the data with a fingerprint of their content."""
+    _, side, _, channels = data.train.images.shape
+    usual = compose([f"data={config.data.name}"]).data if config.data.name != ARRAYS else DataOptions()
+    mean = config.data.mean if config.data.mean != usual.mean else []
+    std = config.data.std if config.data.std != usual.std else []
+    options = DataOptions(
+        name=ARRAYS, image_size=side, grayscale=channels == 1,
+        mean=list(mean or [0.5] * channels), std=list(std or [0.25] * channels),
+    )  # fmt: skip
+    name = config.name
+    if name.startswith(f"{config.data.name}-"):  # Not one of the user's own.
+        name = ARRAYS + name.removeprefix(config.data.name)
+    arrays = {"images": data.train.images, "labels": data.train.labels}
+    if data.test is not None:
+        arrays |= {"test images": data.test.images, "test labels": data.test.labels}
+    parts = {f"{key} {array.shape}": cache.sha256(array) for key, array in arrays.items() if array is not None}
+    data = replace(data, name=ARRAYS, fingerprint=cache.fingerprint(parts), options=options)
+    return replace(config, name=name, data=options), data
+
+
+def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None:
+    """Raises a `UserError` if the regularizer does not work with an optimizer of the method's own.
+
+    One that needs the Trainer, or the data before there are any, cannot be asked yet; the regularizer looks again
+    when training starts.
+
+    Args:
+        config: of the run.
+        plan: if there is one; before, a model for usual images is made.
+    """
+    method = methods.find(config.method.name)
+    own = method.configure_optimizers is not SSLMethod.configure_optimizers
+    if config.regularizer.name != "scaffold" or not own:
+        return
+    federation = config.federation
+    try:
+        model = plan.model if plan else build_model(config, channels=3, image_size=32)
+        data: Any = plan.client_data(0, round=1) if plan and plan.clients else None
+        with estimate.restored(model):
+            model.local = LocalRound(1, federation.rounds, 0, federation.epochs, 0, config.seed, data)
+            optimizers = regularizers.optimizers_in(model.configure_optimizers())
+    except Exception:
+        return
+    regularizers.make(config.regularizer).require_fitting(optimizers, method.__name__)
+
+
+def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Fixed numbers: taking the mean over all clients' images would need the images in one place."""
+    mean, std = tuple(config.data.mean) or (0.5,) * channels, tuple(config.data.std) or (0.25,) * channels
+    for key, values in (("mean", mean), ("std", std)):
+        numbers = f"{channels} numbers, one per channel"
+        require(f"data.{key}", list(values), len(values) == channels, numbers)
+    require("data.std", list(std), all(value > 0 for value in std), "positive numbers")
+    return mean, std
+
+
+def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
+    """The method of the configuration with freshly initialised weights, the same for the same seed."""
+    method = methods.find(config.method.name)
+    options: dict[str, Any] = {}
+    for name, mixin in MIXINS.items():
+        if (chosen := getattr(config, name)).enabled:
+            method, options[name] = wrap(mixin, method), chosen
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(config.seed, "init"))
+        backbone = backbones.build(config.backbone, channels=channels, image_size=image_size)
+        try:
+            model = method(backbone, optim=config.optim, **config.method_options, **options)
+        except TypeError as error:
+            raise UserError(
+                f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "
+                f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
+            ) from error
+    return model.to(memory_format=torch.channels_last)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``: the GPU if there is one."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
+        )
+    # With its number: Lightning selects the GPU by it.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -1,0 +1,71 @@
+"""What a run is going to do, in words: before it starts, and for ``--dry-run``."""
+
+import torch
+from rich.table import Table
+
+from fedx_pl.callbacks.progress import duration
+from fedx_pl.config.build import Plan
+from fedx_pl.config.compose import Config
+from fedx_pl.files import size_of
+from fedx_pl.methods import BUILT_IN
+
+
+def announcement(config: Config) -> str:
+    """What will run, before anything does; the profile first, since it may be the machine's choice."""
+    federation = config.federation
+    backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""  # Others may bring one.
+    lines = []
+    no_gpu = not torch.cuda.is_available()
+    if config.profile == "cpu":
+        why = " (no GPU here)" if no_gpu else ""
+        lines.append(f"profile cpu{why}: a thin network, a subset of the images, few rounds: a quick look.")
+        lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
+    elif config.profile == "paper" and no_gpu:
+        lines.append("profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks.")
+    lines.append(
+        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
+        f"{backbone}seed {config.seed}"
+    )
+    return "\n".join(lines)
+
+
+def expectation(plan: Plan, seconds: float) -> str:
+    """On what it runs and how long it takes."""
+    cuda = plan.device.type == "cuda"
+    threads = torch.get_num_threads()
+    where = torch.cuda.get_device_name(plan.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
+    backbone = "" if plan.config.method.name in BUILT_IN else f"{plan.own_backbone or plan.config.backbone.name}, "
+    line = f"{backbone}{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
+    if not cuda and seconds > 3600:
+        line += "\nWithout a GPU, profile=cpu gives a small result in minutes."
+    return line
+
+
+def plan_text(plan: Plan) -> Table:
+    """Sizes per client and steps, for ``--dry-run``."""
+    table = Table(title="clients", title_justify="left")
+    for column in ("client", "images", "classes", "batch", "relation batch", "steps per round"):
+        table.add_column(column, justify="right")
+    counts, _ = plan.class_counts()
+    shown = list(range(len(plan.clients)))
+    for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
+        data = plan.client_data(client, round=1)
+        classes = str(int((counts[client] > 0).sum())) if plan.data.train.labels is not None else "-"
+        relation = str(min(data.relation_size, data.num_images)) if data.relation_size else "-"
+        row = (client, f"{data.num_images:,}", classes, data.views_size, relation, f"{plan.steps_of(client):,}")
+        table.add_row(*map(str, row))
+    if len(shown) > 20:
+        table.caption = f"{len(shown) - 20} clients in between are not shown"
+    return table
+
+
+def parameters_text(plan: Plan) -> str:
+    """How large the model is, and what travels."""
+    total = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
+    backbone = sum(p.numel() for p in plan.model.backbone.parameters())
+    shared = size_of(plan.model.shared_state())
+    private = size_of(plan.model.private_state())
+    return (
+        f"{type(plan.model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
+        f"{shared / 1e6:.1f} MB shared and {private / 1e6:.1f} MB private per client"
+    )

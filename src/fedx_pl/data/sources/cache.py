@@ -1,0 +1,203 @@
+"""Decoded arrays on disk: a folder of ``.npy`` files and a ``manifest.json`` with their hashes.
+
+A cache is complete or absent: it is written beside its place and moved there in one step, and what it holds is hashed
+again on every load.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from fedx_pl.data.sources.formats import one_line
+from fedx_pl.errors import UserError
+from fedx_pl.files import sync_folder, write_atomically
+
+MANIFEST = "manifest.json"
+MAP_BYTES = 2**30  # larger arrays are mapped instead of read: a folder of images may exceed the memory
+_BLOCK = 2**26
+_STALE_SECONDS = 24 * 3600
+
+
+class CacheError(Exception):
+    """The cache cannot be used; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The content of a cache.
+
+    Attributes:
+        arrays: by file stem.
+        hashes: sha256 of each array's bytes, by file stem.
+        info: what the writer noted: source, class names ...
+    """
+
+    arrays: dict[str, np.ndarray]
+    hashes: dict[str, str]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def sha256(array: np.ndarray) -> str:
+    """Hashes the bytes of an array in C order."""
+    digest = hashlib.sha256()
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for start in range(0, flat.size, _BLOCK):  # block by block: a memory map must not become resident as a whole
+        digest.update(flat[start : start + _BLOCK].data)
+    return digest.hexdigest()
+
+
+def fingerprint(hashes: Mapping[str, str]) -> str:
+    """A short name for content whose parts have these hashes."""
+    return hashlib.sha256(json.dumps(dict(hashes), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read(folder: Path) -> Cached:
+    """Loads and verifies a cache.
+
+    Raises:
+        CacheError: it is absent, incomplete or not what was written.
+    """
+    if not folder.is_dir():
+        raise CacheError(f"none in {folder}")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        arrays, hashes = {}, {}
+        for name, entry in manifest["arrays"].items():
+            path = folder / f"{name}.npy"
+            # "c", copy on write: torch wants writable memory, the verified file must stay as it is
+            arrays[name] = np.load(path, mmap_mode="c" if path.stat().st_size > MAP_BYTES else None, allow_pickle=False)
+            hashes[name] = sha256(arrays[name])
+            shape, dtype = list(arrays[name].shape), str(arrays[name].dtype)
+            if (shape, dtype, hashes[name]) != (entry["shape"], entry["dtype"], entry["sha256"]):
+                raise CacheError(f"{path} has changed since it was written")
+        return Cached(arrays, hashes, manifest["info"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise CacheError(f"{folder} is damaged ({one_line(error)})") from error
+
+
+class ArrayWriter:
+    """Appends blocks to a ``.npy`` file whose number of rows is not known in advance.
+
+    A memory map would be simpler, but writing one on a full disk ends the process with a signal; a write fails.
+    """
+
+    def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: str) -> None:
+        self.path, self.row_shape, self.dtype = path, row_shape, np.dtype(dtype)
+        self.rows = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> ArrayWriter:
+        self._file: BinaryIO = open(self.path, "wb")
+        self._header()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                end = self._file.tell()
+                self._file.seek(0)
+                self._header()  # numpy pads headers so that the first dimension may grow in place
+                self._file.seek(end)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def append(self, block: np.ndarray) -> None:
+        """Writes rows, ``(n, *row_shape)``."""
+        if block.shape[1:] != self.row_shape or block.dtype != self.dtype:
+            raise ValueError(f"rows of {block.dtype} {block.shape[1:]}, expected {self.dtype} {self.row_shape}")
+        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+        self._file.write(content)
+        self._digest.update(content)
+        self.rows += len(block)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says about this array."""
+        return {
+            "shape": [self.rows, *self.row_shape],
+            "dtype": str(self.dtype),
+            "sha256": self._digest.hexdigest(),
+        }
+
+    def _header(self) -> None:
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into, and moves it to ``folder`` when the block ends without an error.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    fresh = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        fresh.mkdir()
+        yield fresh
+        sync_folder(fresh)
+        if folder.exists():
+            os.replace(folder, f"{fresh}-old")  # a folder that is not empty cannot be replaced in one step
+        try:
+            os.replace(fresh, folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # else: another process was faster and wrote the same content
+        sync_folder(folder.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk is full: no room in {folder.parent}; free some, or set data.cache=DIR"
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(f"{fresh}-old", ignore_errors=True)
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> dict[str, str]:
+    """Writes arrays as a new cache, replacing an old one.
+
+    Returns:
+        The sha256 of each array's bytes, by name.
+    """
+    with replacing(folder) as fresh:
+        entries = {}
+        for name, array in arrays.items():
+            with ArrayWriter(fresh / f"{name}.npy", array.shape[1:], str(array.dtype)) as writer:
+                writer.append(array)
+            entries[name] = writer.entry
+        write_manifest(fresh, entries, info)
+    return {name: entry["sha256"] for name, entry in entries.items()}
+
+
+def write_manifest(folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
+    """Writes ``manifest.json`` and waits until it is on the disk."""
+    content = json.dumps({"arrays": dict(entries), "info": dict(info)}, indent=1)
+    write_atomically(folder / MANIFEST, content.encode())
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed writers of this cache left behind, long enough ago not to be at work."""
+    for left in folder.parent.glob(f".{folder.name}-*"):
+        with suppress(OSError):  # another process sweeps, too
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left)

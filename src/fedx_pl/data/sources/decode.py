@@ -1,0 +1,283 @@
+"""Decodes many image files into one cached array, in several processes, once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+import numpy as np
+
+from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
+from fedx_pl.data.sources import cache, worker
+from fedx_pl.data.sources.cache import CacheError
+from fedx_pl.data.sources.formats import one_line
+from fedx_pl.data.sources.worker import Result, Task, decode_batch
+from fedx_pl.errors import UserError
+
+Report = Callable[[str], None]
+
+_DECODER = 2  # changes when the same files are decoded to other pixels than before
+_BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar
+_REASONS = 5  # for skipping files that are told
+_POOL_SECONDS = 2.0  # less work than this is not worth starting processes
+_QUIET_SECONDS = 3.0
+_PLAIN_SECONDS = 30.0  # between progress lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Images of a folder.
+
+    Attributes:
+        images: uint8 ``(N, size, size, C)``.
+        paths: relative paths of these images, in order.
+        skipped: how many files were no readable images.
+        sha256: hash of ``images``.
+    """
+
+    images: np.ndarray
+    paths: list[str]
+    skipped: int
+    sha256: str
+
+
+def decode(
+    root: Path,
+    paths: Sequence[str],
+    size: int,
+    options: DataOptions,
+    report: Report,
+    value_range: ValueRange | None = None,
+) -> Decoded:
+    """Decodes files, or loads what an earlier run decoded.
+
+    Args:
+        root: folder that ``paths`` are relative to.
+        paths: files, images or not.
+        size: side length; the short side is resized to it and the centre kept.
+        options: ``grayscale``, ``workers``, and where the cache lies.
+        report: receives one line if files were skipped or the cache was unusable.
+        value_range: how `survey` wants images of more than 8 bits per value to be read.
+
+    Returns:
+        The images, memory-mapped if they are large.
+    """
+    settings = [size, options.grayscale, value_range]
+    content = cached(
+        cache_folder(options) / f"{options.name}-{key_of([(root, paths)], settings)}",
+        lambda folder: _fill(folder, root, paths, size, options, report, value_range),
+        options,
+        report,
+    )
+    skipped = content.info["skipped"]
+    if skipped:
+        told = content.info["reasons"]
+        reasons = [f"{count} like {printable(root / first)} ({reason})" for reason, count, first in told]
+        if others := skipped - sum(count for _, count, _ in told):
+            reasons.append(f"{others} for other reasons")
+        report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
+    return Decoded(content.arrays["images"], content.info["paths"], skipped, content.hashes["images"])
+
+
+def cached(folder: Path, fill: Callable[[Path], None], options: DataOptions, report: Report) -> cache.Cached:
+    """Reads the cache ``folder``; if there is none, or it is damaged, after ``fill`` has written it."""
+    try:
+        return cache.read(folder)
+    except CacheError as error:
+        if folder.exists():
+            report(f"{options.name}: cache: {one_line(error)}")
+        try:
+            fill(folder)
+            return cache.read(folder)
+        except (OSError, CacheError) as failure:
+            where = cache_folder(options).resolve()
+            raise UserError(f"cannot cache images in {where} ({one_line(failure)}); set data.cache=DIR") from failure
+
+
+def key_of(parts: Sequence[tuple[Path, Sequence[str]]], settings: Sequence[Any]) -> str:
+    """Names a cache after all that decides its content: a file that changes makes a new one."""
+    digest = hashlib.sha256(json.dumps([_DECODER, *settings]).encode())
+    for root, paths in parts:
+        digest.update(f"{root.resolve()}\n".encode(errors="surrogateescape"))
+        for path in paths:
+            try:
+                status = os.stat(root / path)
+                line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            except OSError:  # a dangling link; it will be skipped
+                line = f"{path}\0\n"
+            digest.update(line.encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _fill(
+    folder: Path,
+    root: Path,
+    paths: Sequence[str],
+    size: int,
+    options: DataOptions,
+    report: Report,
+    value_range: ValueRange | None,
+) -> None:
+    """Decodes ``paths`` in order and writes the cache ``folder``; memory holds a few batches at a time."""
+    kept: list[str] = []
+    failures: dict[str, list[Any]] = {}  # [reason, count, first path], by the reason without its numbers
+    channels = 1 if options.grayscale else 3
+    with cache.replacing(folder) as fresh:
+        with cache.ArrayWriter(fresh / "images.npy", (size, size, channels), "uint8") as writer:
+            tasks = batches([(root, paths)], size, options.grayscale, value_range)
+            results = run(decode_batch, tasks, options, report, "decoding images, once")
+            for (_, batch, *_), (images, reasons) in zip(tasks, results, strict=True):
+                writer.append(images)
+                for path, reason in zip(batch, reasons, strict=True):
+                    if reason:
+                        failures.setdefault(re.sub(r"\d+", "#", reason), [reason, 0, path])[1] += 1
+                    else:
+                        kept.append(path)
+        info = {
+            "paths": kept,
+            "skipped": len(paths) - len(kept),
+            "reasons": sorted(failures.values(), key=lambda failure: -failure[1])[:_REASONS],
+            "value_range": value_range,
+        }
+        cache.write_manifest(fresh, {"images": writer.entry}, info)
+
+
+def batches(
+    parts: Sequence[tuple[Path, Sequence[str]]], size: int, grayscale: bool, value_range: ValueRange | None
+) -> list[Task]:
+    """Splits the files of some folders into tasks for `run`."""
+    return [
+        (str(root), paths[start : start + _BATCH], size, grayscale, value_range or ())
+        for root, paths in parts
+        for start in range(0, len(paths), _BATCH)
+    ]
+
+
+def run(
+    work: Callable[[Task], Result], tasks: Sequence[Task], options: DataOptions, report: Report, title: str
+) -> Iterator[Result]:
+    """Does tasks in one or several processes and yields results in order; ``title`` is for the progress bar."""
+    workers = options.workers or os.cpu_count() or 1
+    total = sum(len(paths) for _, paths, *_ in tasks)
+    return _with_progress(_run(work, tasks, workers), total, report, title)
+
+
+def printable(path: str | Path) -> str:
+    """A path as text: a name that is no text must not break the output."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def _run(work: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+    """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
+    start = time.monotonic()
+    yield from map(work, tasks[:1])
+    expected = (time.monotonic() - start) * (len(tasks) - 1)
+    rest = tasks[1:]
+    yield from _in_pool(rest, workers) if workers > 1 and expected > _POOL_SECONDS else map(work, rest)
+
+
+def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+    """Decodes in processes and yields results in order, with a bounded number of them waiting."""
+    processes = [_Process() for _ in range(min(workers, len(tasks)))]
+    idle: SimpleQueue[_Process] = SimpleQueue()
+    for process in processes:
+        idle.put(process)
+
+    def run(task: Task) -> Result:
+        process = idle.get()  # as many threads as processes: there always is one
+        try:
+            return process.run(task)
+        finally:
+            idle.put(process)
+
+    with ThreadPoolExecutor(len(processes)) as threads:
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for task in tasks:
+                waiting.append(threads.submit(run, task))
+                if len(waiting) > 4 * len(processes):
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:  # also when the reader stops early: a thread that waits for a process sees its pipe end
+            for process in processes:
+                process.kill()
+            threads.shutdown(wait=True, cancel_futures=True)
+            for process in processes:
+                process.close()
+
+
+class _Process:
+    """A running ``worker.py``."""
+
+    def __init__(self) -> None:
+        # -P: the script's folder must not come before the installed packages on the import path
+        command = [sys.executable, "-P", worker.__file__]
+        self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+
+    def run(self, task: Task) -> Result:
+        """Does what ``worker.decode_batch`` or ``worker.survey_batch`` does, over there."""
+        root, paths, *_ = task
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None  # both are pipes; this is for the type checker
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps(task).encode() + b"\n")
+            stdin.flush()
+            shape, remarks = json.loads(stdout.readline())
+            return np.frombuffer(stdout.read(math.prod(shape)), np.uint8).reshape(shape), remarks
+        except (OSError, ValueError) as error:  # it died: the pipe broke, or its answer is cut short
+            raise UserError(
+                f"a process that decodes images died at one of {len(paths)} files from {os.path.join(root, paths[0])} "
+                "on (out of memory?); type data.workers=1 to decode in this process"
+            ) from error
+
+    def kill(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self._child.kill()
+
+    def close(self) -> None:
+        """Frees what an ended process leaves behind."""
+        with suppress(OSError), self._child:  # closing its standard input may find unsent bytes
+            pass
+
+
+def _with_progress(results: Iterator[Result], total: int, report: Report, title: str) -> Iterator[Result]:
+    """Passes results on, with a progress bar on a terminal and now and then a line elsewhere, if it takes a while."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    start = said = time.monotonic()
+    console, bar, done = Console(stderr=True), None, 0
+    try:
+        for result in results:
+            yield result
+            done += len(result[1])
+            now = time.monotonic()
+            if console.is_interactive and now - start > _QUIET_SECONDS:
+                if bar is None:
+                    bar = Progress(console=console, transient=True)
+                    bar.start()
+                    task = bar.add_task(title, total=total)
+                bar.update(task, completed=done)
+            elif not console.is_interactive and now - said > _PLAIN_SECONDS:
+                said = now
+                left = (now - start) / done * (total - done)
+                report(f"{title}: {done} of {total}, about {left:.0f} s left")
+    finally:
+        if bar is not None:
+            bar.stop()

@@ -1,0 +1,1 @@
+"""Using a trained encoder: load, export, embed, find neighbors."""

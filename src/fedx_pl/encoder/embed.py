@@ -1,0 +1,28 @@
+"""Writes the features of many images as a table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from fedx_pl.errors import UserError, install_hint
+
+
+def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
+    """Paths and features, as npz (arrays ``path`` and ``embedding``) or as parquet (columns of the same names)."""
+    array = features.cpu().numpy()
+    if file.suffix == ".npz":
+        np.savez(file, path=np.array(paths), embedding=array)
+        return
+    if file.suffix != ".parquet":
+        raise UserError(f"-o {file}: type a name that ends in .npz or .parquet")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        needed = install_hint("tables")
+        raise UserError(f"-o {file} needs pyarrow; type -o {file.with_suffix('.npz')}, or first {needed}") from error
+    flat = pyarrow.array(array.reshape(-1))
+    table = {"path": list(paths), "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
+    pyarrow.parquet.write_table(pyarrow.table(table), file)

@@ -1,0 +1,93 @@
+"""Writes an encoder in formats that others read without this package."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchvision.models.resnet import ResNet
+
+from fedx_pl.config.compose import Config
+from fedx_pl.encoder.load import Encoder, read_config
+from fedx_pl.errors import UserError, install_hint
+from fedx_pl.files import tensor_bytes, write_atomically
+
+FORMATS = ("safetensors", "torchvision", "torch", "onnx")
+SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
+
+
+def export(
+    run: Path, to: str, file: Path | None = None, round: int | None = None, *, allow_code: bool = False
+) -> tuple[Path, str]:
+    """Writes the encoder of a run in a format that others read without this package.
+
+    Args:
+        run: its folder.
+        to: one of `FORMATS`.
+        file: where; RUN/encoder-FORMAT.SUFFIX if not given.
+        round: see `Encoder.of`.
+        allow_code: see `Encoder.of`.
+
+    Returns:
+        The file, and the line of Python that loads it.
+    """
+    if to not in FORMATS:
+        raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    encoder = Encoder.of(run, round, allow_code=allow_code)
+    file = file or run / f"encoder-{to}{SUFFIXES[to]}"
+    write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
+    return file, write(encoder, file, read_config(run))
+
+
+def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:
+    write_atomically(file, tensor_bytes(encoder.backbone.state_dict()))
+    return f'weights = safetensors.torch.load_file("{file}")'
+
+
+def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
+    """A state dict for torchvision's own network, which has a stem for large images and the full width."""
+    backbone, name = encoder.backbone, config.backbone.name
+    conv1 = getattr(backbone, "conv1", None)
+    if type(backbone) is not ResNet or not isinstance(conv1, nn.Conv2d):
+        raise UserError(
+            f"--to torchvision: torchvision has no {type(backbone).__qualname__}; type --to torch or --to onnx, which "
+            f"carry the network"
+        )
+    if config.backbone.width != 64 or conv1.kernel_size != (7, 7) or encoder.channels != 3 or name == "resnet10":
+        raise UserError(
+            f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
+            f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
+        )
+    write_atomically(file, tensor_bytes(backbone.state_dict()))
+    return (
+        f"model = torchvision.models.{name}(); model.fc = torch.nn.Identity(); "
+        f'model.load_state_dict(safetensors.torch.load_file("{file}"))'
+    )
+
+
+def _torch(encoder: Encoder, file: Path, config: Config) -> str:
+    batch = torch.export.Dim("batch", min=1)
+    example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
+    try:
+        program = torch.export.export(encoder, (example,), dynamic_shapes={"images": {0: batch}})
+    except Exception as error:  # Whatever a network of the user's own does that cannot be traced.
+        reason = str(error).strip().partition("\n")[0]
+        name = type(encoder.backbone).__qualname__
+        raise UserError(
+            f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for its weights"
+        ) from error
+    torch.export.save(program, file)
+    return f'encoder = torch.export.load("{file}").module()'
+
+
+def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--to onnx needs onnx and onnxscript; type {install_hint('onnx')}") from error
+    example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
+    torch.onnx.export(
+        encoder, (example,), str(file), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
+        dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
+    )  # fmt: skip
+    return f'session = onnxruntime.InferenceSession("{file}")'

@@ -1,0 +1,192 @@
+"""The trained encoder in the user's hands: read from a run, it embeds images."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor, nn
+
+from fedx_pl import backbones, methods
+from fedx_pl.config.build import build_model, normalisation
+from fedx_pl.config.compose import Config, from_tree, load
+from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange
+from fedx_pl.data.sources import stored_channels, stored_side
+from fedx_pl.data.sources.decode import decode
+from fedx_pl.data.sources.folder import list_files
+from fedx_pl.data.sources.survey import Parts, survey
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation.features import extract
+from fedx_pl.federation import foreign_code
+from fedx_pl.federation.checkpoint import Checkpoints
+
+
+class Encoder(nn.Module):
+    """A backbone with the normalisation it was trained with: images in, features out.
+
+    Example:
+        >>> encoder = Encoder.of("runs/NAME")  # doctest: +SKIP
+        >>> features = encoder(images)  # doctest: +SKIP
+
+        Images are (n, C, h, w) floats from 0 to 1, features (n, feature_dim).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        mean: Sequence[float],
+        std: Sequence[float],
+        side: int,
+        value_range: ValueRange | None = None,
+    ) -> None:
+        """Joins the two.
+
+        Args:
+            backbone: maps normalised (n, C, h, w) to (n, feature_dim).
+            mean: per channel, of pixels from 0 to 1.
+            std: per channel.
+            side: of the images it was trained on.
+            value_range: what became 0 and 1 in images of more than 8 bits per value. None if it has not seen any: then
+                the first folder with such images decides.
+        """
+        super().__init__()
+        self.value_range = value_range
+        self.backbone, self.side = backbone, side
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, C, h, w), floats from 0 to 1 -> (n, feature_dim)."""
+        return self.backbone((images - self.mean) / self.std)
+
+    @property
+    def channels(self) -> int:
+        """Of the images it takes."""
+        return self.mean.shape[1]
+
+    @classmethod
+    def of(cls, run: str | Path, round: int | None = None, *, allow_code: bool = False) -> Encoder:
+        """The encoder of a run, in eval mode on the CPU.
+
+        Args:
+            run: its folder.
+            round: of an older checkpoint that was kept, or the best; the newest if not given.
+            allow_code: the run's backbone may be a class outside this package, whose module is then imported.
+        """
+        folder = Path(run)
+        config = read_config(folder)
+        checkpoints = Checkpoints(folder)
+        found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
+        if found is None:
+            raise UserError(f"{folder} has no finished round; there is no encoder yet")
+        weights = {
+            name.removeprefix("backbone."): tensor for name, tensor in found[1].items() if name.startswith("backbone.")
+        }
+        side, channels = _side(config), stored_channels(config.data)
+        backbone = _backbone(folder, config, channels, side, allow_code)
+        try:
+            backbone.load_state_dict(weights)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
+        return cls(backbone, *normalisation(config, channels), side, value_range_of(folder)).eval()
+
+    def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
+        """Features of all images in a folder.
+
+        Args:
+            folder: searched recursively; it is only read.
+            report: takes lines about files that are no images, and about images of more than 8 bits.
+
+        Returns:
+            Paths relative to the folder, sorted, and features (N, feature_dim).
+        """
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder of images")
+        files = list_files(folder, report)
+        value_range = self.settle_range([(folder, files)], report)
+        decoded = decode(folder, files, self.side, self._options, report, value_range)
+        if not decoded.paths:
+            raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
+        return list(decoded.paths), self.embed(decoded.images)
+
+    def settle_range(self, parts: Parts, report: Callable[[str], None] = print) -> ValueRange | None:
+        """Decides how images of more than 8 bits are read, unless training has; None if none is among these.
+
+        Args:
+            parts: folders and the files in them, relative.
+            report: takes lines about such images.
+        """
+        origin = "the range of all of them, since the encoder was trained without such images"
+        found = survey(parts, self._options, report, "the encoder's range" if self.value_range else origin)
+        self.value_range = self.value_range or found
+        return found
+
+    @property
+    def _options(self) -> DataOptions:
+        return DataOptions(name="folder", grayscale=self.channels == 1, value_range=list(self.value_range or ()))
+
+    def embed(self, images: np.ndarray) -> Tensor:
+        """Features of uint8 images (N, H, W, C)."""
+        return extract(self, images, lambda batch: batch.permute(0, 3, 1, 2).float() / 255)
+
+
+def value_range_of(run: Path) -> ValueRange | None:
+    """What a run took for black and white in images of more than 8 bits per value; None if it had no such images."""
+    file = run / VALUE_RANGE_FILE
+    try:
+        bounds = json.loads(file.read_text()) if file.exists() else read_config(run).data.value_range
+        low, high = map(float, bounds or (0, 0))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} is not two numbers ({error})") from error
+    return (low, high) if low < high else None
+
+
+def read_config(folder: Path) -> Config:
+    """What a run's configuration says of its network and images; its method may be anybody's code and is not read."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml; type runs/NAME")
+    try:
+        tree = yaml.safe_load(file.read_text())
+        parts = {key: tree[key] for key in ("data", "augment", "backbone")}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} is not a readable run configuration ({error})") from error
+    return from_tree(parts | {"method": {"name": "simclr"}}, str(file))
+
+
+def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code: bool) -> nn.Module:
+    """The network of a run with fresh weights: the configuration's, or the one that the method brings."""
+    record = foreign_code.read_record(folder)
+    if not (record.backbone if record else allow_code):  # Without a record, who allows it means it.
+        return backbones.build(config.backbone, channels=channels, image_size=side)
+    if record and not allow_code:
+        raise UserError(
+            f"{folder} trained {record.backbone}, a backbone that its method brings; its code is run to make it: if "
+            f"you trust it, add --allow-code (in Python, allow_code=True)"
+        )
+    whole = load(folder / "config.yaml", trusted="*")
+    code = foreign_code.code_of(methods.find(whole.method.name))
+    if changed := foreign_code.differing(record.modules, code) if record else []:
+        warnings.warn(
+            f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights are put into the "
+            f"network of today",
+            stacklevel=3,
+        )
+    whole = replace(whole, fedca=replace(whole.fedca, enabled=False))  # It has no part in the backbone.
+    return build_model(whole, channels=channels, image_size=side).backbone
+
+
+def _side(config: Config) -> int:
+    """Of the images that the network was trained on."""
+    stored = stored_side(config.data)
+    return config.augment.size if 0 < config.augment.size < stored else stored

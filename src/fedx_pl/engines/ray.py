@@ -1,0 +1,252 @@
+"""Clients on the workers of a Ray cluster: the cores or GPUs of this machine, or of several.
+
+A worker (`worker.py`) is a process that loads images and model once and then trains whichever client it is sent. The
+global state goes into Ray's object store once per round. What a client remembers travels with it, so that any worker
+can take it next, and comes back with its update for the orchestrator to save.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fedx_pl.config.build import Plan
+from fedx_pl.config.compose import Config
+from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
+from fedx_pl.engines.worker import Worker, pack, repacked, split_name, unpack
+from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.federation import foreign_code
+from fedx_pl.federation.client import RoundContext, Update
+
+PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
+
+
+@dataclass
+class _Seat:
+    """A worker as the driver sees it. When it dies, another one takes the seat."""
+
+    name: str
+    actor: Any
+    ready: Any  # refers to what `Worker.start` returns
+    process: str = "before it was ready"
+    deaths: int = 0  # before it was ready, in a row
+
+
+class RayEngine(Engine):
+    """Trains as many clients at a time as there are workers."""
+
+    def __init__(self, plan: Plan, watcher: Watcher) -> None:
+        """Starts or finds Ray and asks for workers, which load images and model while the driver goes on."""
+        super().__init__(plan, watcher)
+        self.ray = ray = import_ray(local=not plan.config.engine.address)
+        self._seats: list[_Seat] = []
+        self._ours = not ray.is_initialized()  # A script may have connected to a cluster of its own.
+        try:
+            with _undisturbed():
+                self.sizes = self._start()
+            self._split, self._code = split_name(plan), foreign_code.hash_of(type(plan.model))
+            self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> "Sizes":
+        ray, plan, address = self.ray, self.plan, self.plan.config.engine.address
+        common = {"log_to_driver": False, "logging_level": "error"}
+        if self._ours and not address:
+            gpus = torch.cuda.device_count()
+            sizes = Sizes.of(plan.config, usable_cores(), gpus, plan.clients_per_round)
+            self.watcher.note(f"starting Ray ({sizes}), about 15 s")
+            tensors = sum(tensor.nbytes for tensor in plan.model.state_dict().values())
+            ray.init(
+                address="local", num_cpus=sizes.workers, num_gpus=gpus, include_dashboard=False,
+                object_store_memory=max(256 << 20, 4 * (sizes.workers + 2) * tensors),
+                _node_ip_address="127.0.0.1", **common,
+            )  # fmt: skip
+            return sizes
+        try:
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "/" not in host:
+                socket.create_connection((host, int(port)), timeout=10).close()  # Ray would try again for minutes.
+            ray.init(address=address or None, ignore_reinit_error=True, **common)
+        except (OSError, RuntimeError, ValueError) as error:
+            instead = "`ray start --head` starts a cluster; without engine.address this machine is used"
+            raise UserError(f"engine.address={address}: {error}\n{instead}") from error
+        has = ray.cluster_resources()
+        cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        sizes = Sizes.of(plan.config, cores, gpus, plan.clients_per_round)
+        instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
+        require("engine.workers", sizes.workers, sizes.workers <= cores, instead)
+        self.watcher.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
+        return sizes
+
+    def _seat(self, name: str, deaths: int = 0) -> _Seat:
+        config = self.plan.config
+        # A worker sees no GPU but its own.
+        run = replace(config.run, threads=self.sizes.threads, device="cuda" if self.sizes.gpus else "cpu")
+        own = [path for path in map(os.path.abspath, sys.path) if not path.startswith((sys.prefix, sys.base_prefix))]
+        actor = self.new_actor()
+        return _Seat(name, actor, actor.start.remote(asdict(replace(config, run=run)), os.getcwd(), own), deaths=deaths)
+
+    def new_actor(self) -> Any:
+        """Asks Ray for a process; it comes when there is room."""
+        kind = self.ray.remote(Worker).options(num_cpus=1, num_gpus=self.sizes.gpus, scheduling_strategy="SPREAD")
+        return kind.remote()
+
+    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
+        """Trains the largest client first: begun last, it would keep everyone waiting."""
+        ray, errors, retries = self.ray, self.ray.exceptions, self.plan.config.engine.retries
+        state, context = ray.put(pack(context.global_state)), replace(context, global_state={})
+        waiting = deque(sorted(clients, key=lambda client: (-len(self.plan.clients[client]), client)))
+        tries, idle = Counter[int](), deque[_Seat]()
+        jobs: dict[Any, tuple[_Seat, int | None]] = {seat.ready: (seat, None) for seat in self._seats}
+
+        def send() -> None:
+            while waiting and idle:
+                seat, client = idle.popleft(), waiting.popleft()
+                self.watcher.working(seat.name, client)
+                memory = memory_of(client)
+                job = seat.actor.train.remote(context, state, client, memory and repacked(pack, memory))
+                jobs[job] = seat, client
+
+        while waiting or any(client is not None for _, client in jobs.values()):
+            send()
+            done, _ = ray.wait(list(jobs), timeout=PATIENCE_SECONDS)
+            if not done:
+                if all(client is None for _, client in jobs.values()):
+                    self.watcher.note("still no worker is ready; `ray status` tells whether others hold the cluster")
+                continue
+            seat, client = jobs.pop(done[0])
+            self.watcher.working(seat.name, None)
+            try:
+                reply = ray.get(done[0])
+            except errors.RayTaskError as error:  # The worker is well; our code or the user's raised this.
+                if isinstance(error.cause, UserError):
+                    raise UserError(f"{seat.name} {error.cause}" if client is None else str(error.cause)) from None
+                raise
+            except errors.RayError as error:
+                new = self._replace(seat, starting=client is None, error=error)
+                jobs[new.ready] = new, None
+                if client is not None:
+                    tries[client] += 1
+                    if tries[client] <= retries:
+                        self.watcher.note(f"{seat.name} died with client {client} ({seat.process}); trying again")
+                        waiting.appendleft(client)
+                    else:
+                        yield Lost(client, f"{seat.name} died with it ({seat.process})")
+                continue
+            idle.append(seat)
+            if client is None:
+                self._check(seat, *reply)
+                continue
+            send()  # Before the update is folded in: the worker need not wait for that.
+            self.watcher.step(len(reply.losses))
+            yield replace(reply, state=unpack(reply.state, self.plan.device), memory=repacked(unpack, reply.memory))
+
+    def _check(self, seat: _Seat, split: str, code: str, process: str) -> None:
+        seat.process, seat.deaths = process, 0
+        if split != self._split:
+            raise UserError(
+                f"{seat.name} ({process}) has other images than this machine, or splits them in another way; "
+                f"give all machines the same files, or type data.root= and data.cache= of a folder that they share"
+            )
+        if code != self._code:  # Another machine's copy, or a worker that started after an edit.
+            raise UserError(
+                f"{seat.name} ({process}) has other code of method={self.plan.config.method.name} than this process; "
+                f"give all machines the same files, and do not edit them while a run trains"
+            )
+
+    def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:
+        with suppress(Exception):
+            self.ray.kill(seat.actor)  # It may just be out of reach.
+        deaths = seat.deaths + starting
+        if deaths > self.plan.config.engine.retries:
+            raise UserError(f"{seat.name} died {deaths} times before it was ready. Ray says: {error}")
+        new = self._seats[self._seats.index(seat)] = self._seat(seat.name, deaths)
+        return new
+
+    def close(self) -> None:
+        """Ends the workers, and Ray unless it was there before."""
+        for seat in self._seats:
+            with suppress(Exception):
+                self.ray.kill(seat.actor)
+        if self._ours:
+            self.ray.shutdown()
+
+
+class Sizes(NamedTuple):
+    """How many workers, and what each of them gets."""
+
+    workers: int
+    gpus: float
+    threads: int
+
+    @classmethod
+    def of(cls, config: Config, cores: int, gpus: int, clients: int) -> "Sizes":
+        """Fills the gaps in a configuration.
+
+        Args:
+            config: of the run.
+            cores: that Ray may use, on all machines.
+            gpus: likewise.
+            clients: of a round; more workers would be idle.
+        """
+        options = config.engine
+        share = options.gpus_per_worker
+        if share < 0:
+            share = 1.0 if gpus and config.run.device != "cpu" else 0.0
+        # Several workers may share a GPU, but no worker gets the rests of two.
+        room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
+        workers = min(options.workers or max(room, 1), clients)
+        enough = f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
+        require("engine.gpus_per_worker", share, not share or workers <= room, enough)
+        return cls(workers, share, config.run.threads or max(1, cores // workers))
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} CPU thread{'s' if self.threads > 1 else ''}"
+        return f"{self.workers} x {f'{self.gpus:g} GPU' if self.gpus else threads}"
+
+
+def import_ray(local: bool) -> Any:
+    """Imports Ray with settings that it reads at that moment; no usage statistics leave the machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice is 15: any other program would come first.
+    if local:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # As there: listen on the loopback device only.
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(f"engine=ray needs Ray; type {install_hint('ray')}") from error
+    return ray
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ray crashes if Ctrl-C comes while it starts, and takes SIGTERM over: the one waits, the other is put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        if callable(terminate):  # Else Ray's is better: it ends Ray's processes.
+            signal.signal(signal.SIGTERM, terminate)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

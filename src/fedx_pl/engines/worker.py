@@ -1,0 +1,96 @@
+"""What runs in a worker's process, and how states travel to it and back."""
+
+import hashlib
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.compose import from_tree
+from fedx_pl.errors import UserError
+from fedx_pl.federation import foreign_code
+from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.methods.base import State
+
+CPU = torch.device("cpu")
+
+# Bytes, dtype, shape and whether channels come last: Ray hands arrays on without copying them, tensors it copies.
+Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
+
+
+class Worker:
+    """What runs in a worker's process."""
+
+    def start(self, config: dict[str, Any], folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
+        """Loads images and model.
+
+        Args:
+            config: the resolved configuration.
+            folder: that relative paths in it start from, if this machine has it.
+            paths: where the driver finds modules, such as the user's own method.
+
+        Returns:
+            The `split_name` of what it found, the hash of the method's code, and which process it is.
+        """
+        sys.path += [path for path in paths if path not in sys.path]
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        machine, said = socket.gethostname(), list[str]()
+        try:
+            plan = prepare(from_tree(config, "the driver's configuration"), report=said.append)
+        except UserError as error:
+            raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
+        self.plan = replace(plan, data=replace(plan.data, test=None))  # The driver evaluates.
+        self.trainer = self.plan.trainer(lambda: None)
+        code = foreign_code.hash_of(type(plan.model))
+        return split_name(plan), code, f"process {os.getpid()} on {machine}"
+
+    def train(self, context: RoundContext, state: Packed, client: int, memory: ClientMemory | None) -> Update:
+        """One client, one round; the states in ``memory`` and in the result are packed."""
+        context = replace(context, global_state=unpack(state, self.plan.device))
+        memory = memory and repacked(unpack, memory)
+        update = self.trainer.run(context, client, self.plan.client_data(client, context.round), memory)
+        return replace(update, state=pack(update.state), memory=repacked(pack, update.memory))  # type: ignore[arg-type]
+
+
+def split_name(plan: Plan) -> str:
+    """Two plans with the same name train on the same images, split in the same way."""
+    digest = hashlib.sha256(plan.data.fingerprint.encode())
+    for rows in plan.clients:
+        digest.update(np.array([len(rows), *rows], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def pack(state: State) -> Packed:
+    """Tensors as arrays of bytes, which numpy has for every dtype, in the memory order they have."""
+    packed = {}
+    for name, tensor in state.items():
+        last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        plain = (tensor.movedim(1, -1) if last else tensor).detach().cpu().contiguous()
+        packed[name] = plain.reshape(-1).view(torch.uint8).numpy(), plain.dtype, tuple(plain.shape), last
+    return packed
+
+
+def unpack(state: Packed, device: torch.device = CPU) -> State:
+    """The inverse of `pack`. What came through the object store must not be written to: others may look at it."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")
+        for name, (content, dtype, shape, last) in state.items():
+            # torch cannot see an empty array as one of another dtype.
+            flat = torch.from_numpy(content).view(dtype) if content.size else torch.empty(0, dtype=dtype)
+            plain = flat.reshape(shape)
+            found[name] = (plain.movedim(-1, 1) if last else plain).to(device)
+    return found
+
+
+def repacked(how: Callable[[Any], Any], memory: ClientMemory) -> ClientMemory:
+    """A memory whose private state is packed, or unpacked."""
+    return replace(memory, private=how(memory.private))

@@ -1,0 +1,1 @@
+"""The experiments behind tables and figures: their definitions, sweeps over them, results and the report."""

@@ -1,0 +1,275 @@
+"""Clients are real sites, reached over Flower; each trains on its own images and keeps its private state.
+
+`fedx-pl federate server` makes this engine; there is no `engine=flower` for `fedx-pl train`, whose images are here.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fedx_pl.callbacks.dashboard import HEALTH, OWN, OWN_KINDS
+from fedx_pl.config.build import Plan
+from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
+from fedx_pl.errors import UserError
+from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.files import write_atomically
+from fedx_pl.sites import wire
+from fedx_pl.sites.wire import BadMessage, Content
+
+if TYPE_CHECKING:  # Flower is not needed to read this module.
+    from fedx_pl.sites.link import Link, Reply
+
+POLL_SECONDS = 0.3
+GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
+MOST_NAMES = 100
+HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A site that is connected and has said hello."""
+
+    node: int
+    since: str
+    name: str
+    images: int
+
+
+@dataclass
+class Asked:
+    """A site that trains now."""
+
+    client: int
+    message: str
+    content: Content
+    guest: Guest
+    memory: ClientMemory | None
+    since: float
+    until: float
+    gone: float = 0.0  # since when it has not been there
+
+
+class FlowerEngine(Engine):
+    """Waits for sites, asks them to train and collects their updates."""
+
+    def __init__(
+        self, plan: Plan, watcher: Watcher, link: "Link", config: dict[str, Any], *, wait: float, timeout: float
+    ) -> None:
+        """Joins a plan and its sites.
+
+        Args:
+            plan: without clients of its own; `federation.clients` is how many sites there are.
+            watcher: told about progress.
+            link: to the sites.
+            config: what sites are told, of `remote.site.offer`.
+            wait: seconds that the first round waits for all sites, before it goes on with `federation.min_clients`.
+            timeout: seconds that a round waits for a site that is there and does not answer.
+        """
+        super().__init__(plan, watcher)
+        self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
+        self.book = SiteBook(plan.config.run_folder / "federation.json")
+        self.guests: dict[str, Guest] = {}  # by name
+        self._greeted: dict[tuple[int, str], str] = {}  # (node, since) -> message; "" once answered or refused
+        self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
+        self._told: set[str] = set()  # names of losses and metrics: each becomes a column and a curve
+        self._started = False
+
+    def name_of(self, client: int) -> str:
+        """The site's own name."""
+        return f"site {self.book.name_of(client)}"
+
+    # --- who is there -------------------------------------------------------------------------------------------------
+
+    def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
+        """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
+        federation = self.plan.config.federation
+        wanted = federation.min_clients if self._started else federation.clients
+        give_up, told = time.monotonic() + self.wait, -1
+        while True:
+            self._greet()
+            able = sorted(self.guests.keys() - {self.book.name_of(client) for client in away})
+            there = len(able)
+            enough = there >= wanted or (time.monotonic() > give_up and there >= federation.min_clients)
+            if enough:
+                break
+            if there != told:
+                names = ", ".join(able) or "none"
+                self.watcher.note(f"round {round} waits for {wanted} sites; there now: {names}")
+                told = there
+            time.sleep(POLL_SECONDS)
+        self._started = True
+        # Numbered by name, not by arrival: the same sites are the same clients in another run.
+        return self.plan.choose_clients(round, sorted([self.book.client_of(name) for name in able]))
+
+    def _greet(self) -> None:
+        """Says hello to newcomers, takes note of answers and of those who left."""
+        online = {(site.node, site.since): site for site in self.link.sites()}
+        self._greeted = {key: message for key, message in self._greeted.items() if key in online}
+        self._answered = {key: guest for key, guest in self._answered.items() if key in online}
+        hello = Content({"run": self.book.run, "config": self.offer}, {})
+        for node, since in online.keys() - self._greeted.keys():
+            self._greeted[node, since] = self.link.send(node, wire.HELLO, hello, HELLO_SECONDS)
+        waiting = {message: key for key, message in self._greeted.items() if message}
+        for reply in self.link.receive(list(waiting)) if waiting else []:
+            key = waiting[reply.message]
+            if reply.offline:  # It has left, or took too long: who is there is greeted again.
+                del self._greeted[key]
+                continue
+            self._greeted[key] = ""
+            try:
+                if reply.content is None or "error" in reply.content.meta:
+                    raise BadMessage(wire.text(reply.content.meta, "error") if reply.content else reply.error)
+                name, images = wire.text(reply.content.meta, "site"), wire.whole(reply.content.meta, "images", 1)
+                if online[key].name and online[key].name != name:
+                    raise BadMessage(f"its key is that of site {online[key].name}, but it calls itself {name}")
+            except BadMessage as reason:
+                self.watcher.note(f"site {online[key].name or key[0]} cannot take part: {reason}")
+            else:
+                if name in {guest.name for guest in self._answered.values()}:
+                    self.watcher.note(f"a second site {name} is here; only the first takes part while it is there")
+                self._answered[key] = Guest(*key, name, images)
+        before, self.guests = self.guests, {}
+        for guest in self._answered.values():
+            self.guests.setdefault(guest.name, guest)
+        for name in sorted(name for name, guest in self.guests.items() if before.get(name) != guest):
+            self.watcher.note(f"site {name} is here with {self.guests[name].images:,} images")
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
+        """Asks all at once and yields answers as they come."""
+        asked = {}
+        for client in clients:
+            one = self._ask(context, client, memory_of(client))
+            asked[one.message] = one
+            self.watcher.working(self.name_of(client), client)
+        while asked:
+            for reply in self.link.receive(list(asked)):
+                if reply.offline:
+                    asked[reply.message].gone = asked[reply.message].gone or time.monotonic()
+                    continue
+                one = asked.pop(reply.message)
+                self.watcher.working(self.name_of(one.client), None)
+                yield self._outcome(one, reply)
+            yield from self._look_after(asked)
+            time.sleep(POLL_SECONDS if asked else 0)
+
+    def _ask(self, context: RoundContext, client: int, memory: ClientMemory | None) -> Asked:
+        before, guest = memory or ClientMemory({}), self.guests[self.book.name_of(client)]
+        meta = {
+            "run": self.book.run,
+            "round": context.round,
+            "client": client,
+            "last_round": before.last_round,
+            "steps": before.steps,
+            "epochs": before.epochs,
+            "health": not self.plan.evaluator.possible,
+        }
+        content = Content(meta, context.global_state)
+        message = self.link.send(guest.node, wire.TRAIN, content, self.timeout)
+        now = time.monotonic()
+        return Asked(client, message, content, guest, memory, now, now + self.timeout)
+
+    def _look_after(self, asked: dict[str, Asked]) -> Iterator[Lost]:
+        """Asks a site again that was away for a moment, and gives up those that are gone or silent for too long."""
+        online = {site.node: site.since for site in self.link.sites()}
+        for message, one in list(asked.items()):
+            since, now = online.get(one.guest.node), time.monotonic()
+            if now > one.until:
+                yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s")
+            elif since is None or (one.gone and since == one.guest.since):
+                one.gone = one.gone or now
+                if now > one.gone + GRACE_SECONDS:
+                    yield self._lose(asked, message, wire.GONE)
+            elif since != one.guest.since:
+                self._greet()  # It has restarted, and must be told the run again.
+                if (guest := self.guests.get(one.guest.name)) is not None:
+                    del asked[message]
+                    again = self.link.send(guest.node, wire.TRAIN, one.content, self.timeout)
+                    asked[again] = replace(one, message=again, guest=guest, gone=0.0)
+                    self.watcher.note(f"{self.name_of(one.client)} was away and is asked again")
+
+    def _lose(self, asked: dict[str, Asked], message: str, reason: str) -> Lost:
+        one = asked.pop(message)
+        self.watcher.working(self.name_of(one.client), None)
+        return Lost(one.client, reason)
+
+    def _outcome(self, one: Asked, reply: "Reply") -> Update | Lost:
+        if reply.content is None:
+            return Lost(one.client, reply.error, fault=True)
+        meta = reply.content.meta
+        try:
+            if "error" in meta:
+                raise BadMessage(wire.text(meta, "error"))
+            before, epochs = one.memory or ClientMemory({}), self.plan.config.federation.epochs
+            if meta.get("remembered") is False:  # It has counted from 0 again.
+                self.watcher.note(f"{self.name_of(one.client)} had lost its private state and started anew")
+                steps = before.steps + wire.whole(meta, "steps")
+            else:
+                steps = wire.whole(meta, "steps", before.steps)
+            memory = ClientMemory({}, one.content.meta["round"], steps, before.epochs + epochs)
+            losses = wire.numbers(meta, "losses")
+            if "total" not in losses:
+                raise BadMessage("it tells no loss")
+            names = ("total", *(name for name in losses if name != "total"))
+            table = torch.tensor([[losses[name] for name in names]])
+            images, seen = wire.whole(meta, "images", 1), wire.whole(meta, "seen")
+            state = {name: tensor.to(self.plan.device) for name, tensor in reply.content.tensors.items()}
+            metrics = wire.numbers(meta, "metrics")
+            # A site that told what is the coordinator's would overwrite it.
+            asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
+            own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
+            if own := [name for name in own if name not in ("loss_scale", "lr")]:
+                raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
+            if len(self._told | losses.keys() | metrics.keys()) > MOST_NAMES:
+                raise BadMessage("it tells too many different numbers")
+            self._told |= losses.keys() | metrics.keys()
+        except BadMessage as reason:
+            return Lost(one.client, str(reason), fault=True)
+        seconds = time.monotonic() - one.since
+        return Update(one.client, images, state, memory, table, names, seen, metrics, seconds)
+
+    def close(self) -> None:
+        """Ends the link; sites see it and wait for the next coordinator."""
+        self.link.close()
+
+
+class SiteBook:
+    """Which site is which client, for as long as the run lives; new ones are added in the order they are met."""
+
+    def __init__(self, file: Path) -> None:
+        """Opens or creates the book, and with it the run's name among its sites."""
+        self._file = file
+        try:
+            found = json.loads(file.read_text()) if file.exists() else {"run": secrets.token_hex(8), "sites": []}
+            self.run, self._sites = str(found["run"]), [str(name) for name in found["sites"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{file} is damaged ({error}), and only it knows the sites; type run.dir=ANOTHER"
+            ) from error
+        self._write()
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Numbers sites that are known beforehand."""
+        for name in names:
+            self.client_of(name)
+
+    def client_of(self, name: str) -> int:
+        """A site's number."""
+        if name not in self._sites:
+            self._sites.append(name)
+            self._write()
+        return self._sites.index(name)
+
+    def name_of(self, client: int) -> str:
+        """A client's site."""
+        return self._sites[client]
+
+    def _write(self) -> None:
+        write_atomically(self._file, json.dumps({"run": self.run, "sites": self._sites}, indent=1).encode())

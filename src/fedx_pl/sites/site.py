@@ -1,0 +1,295 @@
+"""What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
+
+    STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
+    STATE/RUN/memory.json                  its counters and checksums, by round
+
+Which state a round starts from is the coordinator's to say: the one of the last round in which it took this site's
+update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
+"""
+
+import json
+import math
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load
+
+from fedx_pl.config import build as planning
+from fedx_pl.config import compose as configuration
+from fedx_pl.config.compose import Config
+from fedx_pl.data import sources
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation import geometry
+from fedx_pl.evaluation.features import drawn_rows, extract
+from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.privacy import PrivacyOptions, epsilon
+from fedx_pl.files import checksum, tensor_bytes, write_atomically
+from fedx_pl.methods.base import State
+from fedx_pl.seeding import derive
+from fedx_pl.sites import wire
+from fedx_pl.sites.wire import BadMessage, Content
+
+# What a coordinator decides; where images lie and what they run on is the site's own.
+SHARED = (
+    "seed", "augment", "backbone", "method", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
+)  # fmt: skip
+HEALTH_IMAGES = 512
+KEPT_ROUNDS = 3
+
+
+def offer(config: Config, channels: int, side: int, value_range: Sequence[float] | None = None) -> dict[str, Any]:
+    """The part of a configuration that a coordinator tells its sites.
+
+    Args:
+        config: of the run.
+        channels: of an image.
+        side: of an image.
+        value_range: of the coordinator's own images, if they have more than 8 bits per value.
+    """
+    whole = asdict(config)
+    data = {"image_size": side, "grayscale": channels == 1, "mean": whole["data"]["mean"], "std": whole["data"]["std"]}
+    if bounds := list(value_range or config.data.value_range):
+        data["value_range"] = bounds
+    return {key: whole[key] for key in SHARED} | {"data": data}
+
+
+class NotGreeted(BadMessage):
+    """Asked to train by a coordinator that has not seen that this site was away."""
+
+
+class Site:
+    """Answers the coordinator's messages."""
+
+    def __init__(
+        self, name: str, state: Path, own: Sequence[str], report: Callable[[str], None], *, allow_code: bool = False
+    ) -> None:
+        """Prepares nothing yet: what to train comes with the first message.
+
+        Args:
+            name: of this site.
+            state: folder for its private state.
+            own: overrides of the site itself: ``data.root=...``, ``run.device=...``.
+            report: takes lines for people.
+            allow_code: a method may be named by ``module:Class``; Python then imports the module.
+        """
+        self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
+        # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
+        self.own = configuration.compose(["data=folder", "profile=paper", *own])
+        self._ready: tuple[str, dict[str, Any]] | None = None
+
+    def answer(self, kind: str, content: Content) -> Content | None:
+        """The reply to a message; a mistake that people can mend is a reply, too.
+
+        None for training without a greeting before. The coordinator will see that this site has connected anew, greet
+        it and ask again; what it needs of it now is not an error.
+        """
+        try:
+            if kind == wire.HELLO:
+                return Content(self._hello(content.meta), {})
+            if kind == wire.TRAIN:
+                return self._train(content)
+            raise BadMessage(f"a message of kind {kind!r}")
+        except NotGreeted:
+            return None
+        except (UserError, BadMessage) as error:
+            reason = wire.plain(error)
+            mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
+            self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
+        except Exception as error:  # A full disk, a GPU out of memory: another round may go well.
+            reason = f"{type(error).__name__}; the site's own terminal tells more"
+            self.report(f"failed at what the coordinator asks for\n{traceback.format_exc()}")
+        return Content({"site": self.name, "error": reason}, {})
+
+    def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
+        run, tree = wire.text(meta, "run"), meta.get("config")
+        if not re.fullmatch(r"[0-9a-f]{8,64}", run) or not isinstance(tree, dict):
+            raise BadMessage("a greeting without run or config")
+        if self._ready != (run, tree):
+            self._prepare(run, tree)
+        return {"site": self.name, "images": len(self.rows)}
+
+    def _prepare(self, run: str, tree: dict[str, Any]) -> None:
+        self._ready = None  # What follows may fail halfway.
+        config = self._config(tree)
+        data = sources.load(config.data, seed=config.seed, report=self.report)
+        if data.value_range and not config.data.value_range:
+            # Left to itself each site would take its own range, and one value would mean different things.
+            raise UserError(
+                "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
+                "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
+            )
+        self.rows = np.arange(len(data.train.images))
+        self.plan = planning.assemble(config, data, [])
+        self.trainer = self.plan.trainer(lambda: None, secret_noise=True)
+        self.memories = Memories(self.state / run)
+        self._ready = run, tree
+        method = config.method.name + (" with FedX" if config.fedx.enabled else "")
+        self.report(f"joined run {run}: {method} on {len(self.rows):,} images of this site")
+
+    def _config(self, tree: dict[str, Any]) -> Config:
+        if unknown := tree.keys() - {*SHARED, "data"}:
+            raise BadMessage(f"keys that are not the coordinator's to set: {', '.join(sorted(unknown)[:5])}")
+        method = tree.get("method")
+        name = method.get("name") if isinstance(method, dict) else None
+        if not isinstance(name, str) or (":" in name and not self.allow_code):
+            raise UserError(
+                f"method={name} is code of the coordinator's choice; if this site has that module and trusts it, "
+                f"start it with --allow-code"
+            )
+        if "${" in json.dumps(tree):  # OmegaConf would fill in what is asked for, e.g. environment variables.
+            raise BadMessage("a configuration with references")
+        told = configuration.from_tree(tree, "the coordinator's configuration")
+        self._require_privacy(told.privacy)
+        data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
+        data["value_range"] = told.data.value_range or self.own.data.value_range
+        return replace(told, data=replace(self.own.data, **data), run=self.own.run)
+
+    def _require_privacy(self, told: PrivacyOptions) -> None:
+        """The coordinator may ask for more protection than this site wants, but not for less."""
+        own = self.own.privacy
+        if (own.clip and not 0 < told.clip <= own.clip) or told.noise < own.noise:
+            raise UserError(
+                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more protection, the "
+                f"coordinator has privacy.clip={told.clip:g} privacy.noise={told.noise:g}"
+            )
+
+    def _train(self, content: Content) -> Content:
+        meta = content.meta
+        if self._ready is None or self._ready[0] != meta.get("run"):
+            raise NotGreeted
+        number, client = wire.whole(meta, "round", 1), wire.whole(meta, "client")
+        config = self.plan.config
+        context = RoundContext(
+            number, config.federation.rounds, config.federation.epochs, config.seed, content.tensors,
+            config.federation.batchnorm,
+        )  # fmt: skip
+        _require_same(content.tensors, self.plan.first_state())
+        self._require_budget()
+        memory, found = self._memory(meta)
+        data = self.plan.client_data(client, number, self.rows)
+        self.report(f"round {number}: training")
+        update = self.trainer.run(context, client, data, memory)
+        self.memories.save(update.memory)
+        self.memories.count_answer()
+        metrics = update.metrics | (self._health() if meta.get("health") is True else {})
+        self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
+        return Content(self._about(update, metrics, found), update.state)
+
+    def _require_budget(self) -> None:
+        """Every answer is a release, also one to a round that is asked for twice."""
+        own, noise = self.own.privacy, self.plan.config.privacy.noise
+        if not own.max_epsilon:
+            return
+        answers = self.memories.answers() + 1
+        spent = epsilon(noise, answers, own.delta) if noise else math.inf
+        if spent > own.max_epsilon:
+            raise UserError(
+                f"answer {answers} would spend epsilon={spent:.2f}, this site allows privacy.max_epsilon="
+                f"{own.max_epsilon:g}"
+            )
+
+    def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
+        """What this site remembers of the round that the coordinator names, and whether it has found it."""
+        last = wire.whole(meta, "last_round")
+        if not last:
+            return None, True
+        private = self.memories.load(last)
+        counters = ClientMemory({}, last, wire.whole(meta, "steps"), wire.whole(meta, "epochs"))
+        if private is None:
+            self.report(f"the private state of round {last} is not here; starting anew")
+            return None, False
+        return replace(counters, private=private), True
+
+    def _health(self) -> dict[str, float]:
+        """Measures that need no labels, of this site's encoder on some of its own images."""
+        plan = self.plan
+        images = plan.data.train.images[drawn_rows(len(self.rows), HEALTH_IMAGES, derive(plan.config.seed, "health"))]
+        generator = torch.Generator(plan.device).manual_seed(0)
+        first, second = (
+            extract(plan.model.backbone, images, lambda batch: plan.augment(batch, generator)) for _ in range(2)
+        )
+        plain = extract(plan.model.backbone, images, plan.augment.plain)
+        return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
+
+    def _about(self, update: Update, metrics: dict[str, float], found: bool) -> dict[str, Any]:
+        """Counts and scalars; of the losses only the means of the round."""
+        means = update.losses.mean(dim=0).tolist()
+        return {
+            "site": self.name,
+            "images": update.num_images,
+            "seen": update.images_seen,
+            "last_round": update.memory.last_round,
+            "steps": update.memory.steps,
+            "epochs": update.memory.epochs,
+            "losses": dict(zip(update.loss_names, means, strict=True)),
+            "metrics": metrics,
+            "remembered": found,
+        }
+
+
+class Memories:
+    """A site's private state after its last rounds in one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._file = folder, folder / "memory.json"
+        for half in folder.glob(".*.tmp"):  # Of a site that was killed while it wrote.
+            half.unlink()
+
+    def load(self, round: int) -> State | None:
+        """The private tensors after a round, or None if they are not here; forgets much older ones.
+
+        A coordinator whose newest checkpoint is damaged goes back by a round or two.
+        """
+        records = self._records()
+        for old in [number for number in records if number < round - KEPT_ROUNDS]:
+            (self.folder / _file_name(old)).unlink(missing_ok=True)
+            del records[old]
+        file = self.folder / _file_name(round)
+        if round not in records or not file.exists():
+            return None
+        content = file.read_bytes()
+        return load(content) if checksum(content) == records[round] else None
+
+    def save(self, memory: ClientMemory) -> None:
+        """Keeps a client's private tensors."""
+        content = tensor_bytes(memory.private)
+        write_atomically(self.folder / _file_name(memory.last_round), content)
+        records = self._records() | {memory.last_round: checksum(content)}
+        kept = {str(round): sha for round, sha in records.items() if (self.folder / _file_name(round)).exists()}
+        write_atomically(self._file, json.dumps(kept, indent=1).encode())
+
+    def answers(self) -> int:
+        """Updates that this site has made in the run."""
+        try:
+            return int((self.folder / "answers").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def count_answer(self) -> None:
+        """One more, before it leaves."""
+        write_atomically(self.folder / "answers", str(self.answers() + 1).encode())
+
+    def _records(self) -> dict[int, str]:
+        try:
+            return {int(round): str(sha) for round, sha in json.loads(self._file.read_text()).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+
+def _file_name(round: int) -> str:
+    return f"round_{round:05d}.safetensors"
+
+
+def _require_same(state: State, reference: State) -> None:
+    """The coordinator's weights fit this site's network."""
+    if state.keys() != reference.keys():
+        raise BadMessage(f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one side")
+    for name, tensor in reference.items():
+        if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
+            raise BadMessage(f"{name} has shape {tuple(state[name].shape)} and {state[name].dtype}")

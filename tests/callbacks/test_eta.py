@@ -1,0 +1,187 @@
+"""The ETA follows the current rate, counts what this process trained, and no waiting; the clock is the test's."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from fedx_pl.callbacks.eta import Eta, Pace
+from fedx_pl.callbacks.progress import Terminal
+from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.trainer import Collected, images_per_second
+
+
+class Clock:
+    """Stands still unless it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def steps(eta: Eta, clock: Clock, count: int, seconds_each: float) -> None:
+    for _ in range(count):
+        clock.pass_by(seconds_each)
+        eta.step(1)
+
+
+def left(eta: Eta) -> float:
+    seconds = eta.seconds()
+    assert seconds is not None
+    return seconds
+
+
+def test_it_follows_the_rate_of_late() -> None:
+    """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left. The mean of the run would say 3 min."""
+    clock = Clock()
+    eta = Eta(1, clock)
+    eta.expect(2000, finished=0)
+    eta.start(1, 0.0, 0)
+    assert eta.seconds() is None
+    steps(eta, clock, 1000, 0.1)
+    assert left(eta) == pytest.approx(100, rel=0.01)
+    steps(eta, clock, 120, 1.0)
+    assert left(eta) == pytest.approx(880, rel=0.25)
+    steps(eta, clock, 120, 1.0)
+    assert left(eta) == pytest.approx(760, rel=0.02)
+
+
+def test_it_grows_while_the_next_step_is_late() -> None:
+    clock = Clock()
+    eta = Eta(1, clock)
+    eta.expect(1000, finished=0)
+    eta.start(1, 0.0, 0)
+    steps(eta, clock, 500, 0.1)
+    before = left(eta)
+    clock.pass_by(60)
+    assert left(eta) > 3 * before
+
+
+def test_between_seldom_reports_it_counts_down() -> None:
+    """Four workers report 100 steps each, all at once, every 300 s: 1,600 steps are 20 minutes."""
+    clock = Clock()
+    pace = Pace(clock)
+    pace.start()
+    for _ in range(3):
+        clock.pass_by(300)
+        for _ in range(4):
+            pace.done(100)
+    assert pace.seconds_for(1600) == pytest.approx(1200)
+    clock.pass_by(290)
+    assert pace.seconds_for(1600) == pytest.approx(910)
+
+
+def test_a_resumed_round_counts_only_what_this_process_trains() -> None:
+    """Two clients of 100 steps in each of two rounds. One had finished: 100 steps here at 1 s, 200 to come."""
+    clock = Clock()
+    eta = Eta(2, clock)
+    eta.expect(400, finished=0)
+    eta.start(1, 0.5, 100)
+    steps(eta, clock, 50, 1.0)
+    assert left(eta) == pytest.approx(250)
+    steps(eta, clock, 50, 1.0)
+    eta.client(1.0)
+    eta.row(1, 0.0)
+    assert left(eta) == pytest.approx(200)
+
+
+def test_a_resumed_federation_counts_only_what_this_process_trains() -> None:
+    """Rounds tell the time: half a round in 50 s, one and a half to come."""
+    clock = Clock()
+    eta = Eta(4, clock)
+    eta.start(3, 0.5, 0)
+    clock.pass_by(50)
+    eta.client(1.0)
+    assert left(eta) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("expected_steps", [0, 300])
+def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
+    clock = Clock()
+    eta = Eta(3, clock)
+    if expected_steps:
+        eta.expect(expected_steps, finished=0)
+    clock.pass_by(3600)
+    for number in (1, 2):
+        eta.start(number, 0.0, 0)
+        clock.pass_by(100)
+        eta.step(100)
+        eta.client(1.0)
+        eta.row(number, 0.0)
+        clock.pass_by(3600)
+        assert left(eta) == pytest.approx(100 * (3 - number))
+
+
+def test_evaluations_are_part_of_it() -> None:
+    """Each round trains for 10 s and evaluates for 20 s; before the first, the untrained network's time is taken."""
+    clock = Clock()
+    eta = Eta(3, clock)
+    eta.expect(30, finished=0)
+    eta.row(0, 30.0)
+    eta.start(1, 0.0, 0)
+    steps(eta, clock, 5, 1.0)
+    assert left(eta) == pytest.approx(25 + 3 * 30)
+    steps(eta, clock, 5, 1.0)
+    eta.client(1.0)
+    clock.pass_by(20)
+    assert left(eta) == pytest.approx(20 + 2 * 30 + 10)  # 10 s of this evaluation are still to come.
+    eta.row(1, 20.0)
+    assert left(eta) == pytest.approx(20 + 2 * 20)
+    eta.start(2, 0.0, 0)
+    steps(eta, clock, 10, 1.0)
+    eta.client(1.0)
+    clock.pass_by(20)
+    eta.row(2, 20.0)
+    assert left(eta) == pytest.approx(30)
+
+
+def test_clients_that_never_reported_do_not_stay_in_it() -> None:
+    """Of two clients of 50 steps one is lost; after the last round nothing is left."""
+    clock = Clock()
+    eta = Eta(2, clock)
+    eta.expect(200, finished=0)
+    for number in (1, 2):
+        eta.start(number, 0.0, 0)
+        steps(eta, clock, 50, 1.0)
+        eta.client(1.0)
+        eta.row(number, 0.0)
+        assert left(eta) == pytest.approx(100 * (2 - number))
+
+
+def update(client: int, images: int = 100, seconds: float = 0.0) -> Update:
+    losses = torch.ones(2, 1)
+    return Update(client, images, {}, ClientMemory({}), losses, ("total",), images_seen=images, seconds=seconds)
+
+
+def test_the_display_does_not_count_the_wait_for_sites() -> None:
+    clock = Clock()
+    console = Console(width=80, color_system=None, file=io.StringIO())
+    row: dict[str, Any] = {"images_per_second": 10.0, "round_seconds": 10.0}
+    with Terminal(console, rounds=3, clock=clock) as display:
+        clock.pass_by(3600)
+        display.start(1, 0, 2, 0)
+        clock.pass_by(5)
+        display.client(1, 1, 2, update(0))
+        clock.pass_by(5)
+        display.client(1, 2, 2, update(1))
+        display.row({"round": 1, **row})
+    assert isinstance(console.file, io.StringIO)
+    assert "10 img/s  10.0 s  ETA 20 s" in console.file.getvalue()
+    assert display._rate == "20 img/s"
+
+
+def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:
+    """100 images in 10 s here; the client that was trained before took other seconds."""
+    found = Collected(average=None)  # type: ignore[arg-type]
+    found.updates = [update(0, 900, seconds=30.0), update(1, 100, seconds=10.0)]
+    found.loaded = [0]
+    assert images_per_second(found, trained=10.0) == 10
+    found.loaded = [0, 1]
+    assert images_per_second(found, trained=0.1) == 25

@@ -1,0 +1,63 @@
+"""Alarms: what counts as a collapse, a diverging client or a loss scale that has run out, and what follows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Watching
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_trainer import run
+
+from fedx_pl.callbacks.health import HealthOptions, look
+from fedx_pl.config.compose import compose
+from fedx_pl.errors import UserError
+from fedx_pl.federation.client import ClientMemory, Update
+
+
+def update(losses: list[float], **metrics: float) -> Update:
+    table = torch.tensor(losses)[:, None]
+    return Update(3, 10, {}, ClientMemory({}), table, ("total",), 10, metrics)
+
+
+def texts(row: dict[str, Any], *updates: Update) -> list[str]:
+    return look(HealthOptions(), row, updates, lambda client: f"client {client}")
+
+
+def test_a_healthy_round_raises_no_alarm() -> None:
+    assert texts({"rankme": 40.0, "uniformity": -2.5}, update([5.0, 4.0, 3.0])) == []
+    assert texts({}, update([])) == []  # Not measured in this round; a client without steps.
+
+
+def test_a_collapse_shows_in_rankme_and_uniformity() -> None:
+    assert texts({"rankme": 1.04}) == ["the encoder has collapsed: rankme is 1.04, below 2"]
+    assert texts({"uniformity": -0.01}) == ["the encoder has collapsed: uniformity is -0.01, above -0.05"]
+
+
+def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
+    """Of 20 steps a tenth is two: the first two have the mean 2, the last two 4.2, more than twice as much."""
+    steps = [1.0, 3.0, *[2.0] * 16, 4.0, 4.4]
+    assert texts({}, update(steps)) == ["client 3 diverges: its loss grew from 2 to 4.2"]
+    assert texts({}, update([1.0, 3.0, *[2.0] * 16, 4.0, 4.0])) == []
+    assert texts({}, update([1.0, float("nan")])) == ["client 3 diverges: its loss is nan"]
+
+
+def test_a_loss_scale_below_one_has_run_out() -> None:
+    assert texts({}, update([1.0], loss_scale=0.5)) == ["client 3: its loss scale fell to 0.5"]
+
+
+@pytest.mark.parametrize("on_collapse", ["warn", "stop"])
+def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(tiny: list[str], tmp_path: Path, on_collapse: str) -> None:
+    """No encoder uses a thousand dimensions: with that bound each round is a collapse."""
+    folder, display = tmp_path / "run", Watching()
+    words = [*tiny, f"on_collapse={on_collapse}", "health.min_rankme=1000", f"run.dir={folder}"]
+    if on_collapse == "stop":
+        with pytest.raises(UserError, match=r"stopped after round 1: .* on_collapse=warn goes on"):
+            run(compose(words), display)
+        words = [*tiny, "health.min_rankme=1000", f"run.dir={folder}"]
+    result = run(compose(words), display)
+    assert [alarm.partition(":")[0] for alarm in result.alarms] == ["round 1", "round 2"]
+    assert sum("the encoder has collapsed" in note for note in display.notes) == 2
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert "events/text_summary" in events.Tags()["tensors"]

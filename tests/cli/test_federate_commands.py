@@ -1,0 +1,92 @@
+"""Mistakes on the command line of ``fedx-pl federate``: exit code 2, and what to type instead."""
+
+from pathlib import Path
+
+import federation_parts as parts
+import pytest
+
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+
+from fedx_pl.cli import sites as commands
+from fedx_pl.cli.main import main
+from fedx_pl.files import lock
+from fedx_pl.sites import keys
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with keys for two sites, and images."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("FLWR_HOME", "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK", "NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")  # Put back afterwards: the commands set them.
+    keys.make(tmp_path / "keys", "localhost", 8000, ["a", "b"])
+    parts.make_images(tmp_path / "images", {"a": 3})
+    return tmp_path
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["federate", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["server", *parts.WORDS]
+    assert "type --clients 2, or fedx-pl federate keys" in mistake(capsys, *words, "--clients", "3")
+    assert "federation.clients=0 is not possible" in mistake(capsys, *words, "--clients", "0")
+    assert "type --clients N" in mistake(capsys, *words, "--clients", "2", "federation.clients=2")
+    for option in ("--port=0", "--port=99999", "--timeout=0", "--timeout=nan", "--wait=-1"):
+        error = mistake(capsys, *words, "--clients", "2", option)
+        assert error.startswith(f"error: {option}")
+        assert "is not possible; type " in error
+    assert "engine=ray is for fedx-pl train" in mistake(capsys, *words, "--clients", "2", "engine=ray")
+    assert "fedca=true needs" in mistake(capsys, *words, "--clients", "2", "fedca=true")
+    insecure = mistake(capsys, *words, "--clients", "2", "--insecure", "--host", "0.0.0.0")
+    assert "without TLS only on this machine; type --host 127.0.0.1" in insecure
+    assert not (place / "runs").exists() or not list((place / "runs").glob("**/superlink.log"))
+
+
+def test_server_without_keys(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is loaded or made."""
+    (place / "keys").rename(place / "elsewhere")
+    error = mistake(capsys, "server", *parts.WORDS, "--clients", "2")
+    assert "keys/server/ca.crt is missing; type fedx-pl federate keys" in error
+    assert not (place / "runs").exists()
+
+
+def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["client", "--data", "images/a", "--keys", "keys/sites/a"]
+    assert "optim.lr=1 is the coordinator's to set" in mistake(capsys, *words, "optim.lr=1")
+    assert "--data nowhere is not a folder" in mistake(capsys, "client", "--data", "nowhere", "--keys", "keys/sites/a")
+    assert "does not hold a site's keys" in mistake(capsys, "client", "--data", "images/a", "--keys", "keys/server")
+    assert "does not hold a site's keys" in mistake(capsys, "client", "--data", "images/a")  # No key at all.
+    for address in (
+        "host",
+        "host:",
+        ":8000",
+        "host:x",
+        "host:0",
+        "host:99999",
+        "https://host:8000",
+        "host:²",
+        "::1:8000",
+        "a b:80",
+    ):
+        assert "type HOST:PORT" in mistake(capsys, *words, "--server", address)
+    insecure = mistake(capsys, "client", "--data", "images/a", "--insecure", "--server", "example.org:8000")
+    assert "without TLS only within one machine" in insecure
+
+
+def test_a_site_runs_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "fedx-site-a").mkdir()
+    with lock(place / "fedx-site-a"):
+        error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
+    assert "this site runs already: another process uses --state fedx-site-a" in error
+
+
+def test_the_number_of_a_connection_is_one_or_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "connection"
+    assert commands._number(file) is None
+    numbers = {"7": 7, str(2**64 - 1): 2**64 - 1, str(2**64): None, "-1": None, "x": None, "": None}
+    for content, number in numbers.items():
+        file.write_text(content)
+        assert commands._number(file) == number

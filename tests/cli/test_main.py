@@ -1,0 +1,257 @@
+"""The command line as users meet it: what it prints, what it refuses, with which exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import PATIENCE, THREADS
+
+from fedx_pl.cli import main as cli
+from fedx_pl.cli import parser
+
+ROOT = Path(__file__).parents[1]
+
+
+def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    command = [sys.executable, "-m", "fedx_pl", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("profile paper: made for a GPU") != torch.cuda.is_available()
+    first = next(line for line in out.splitlines() if not line.startswith("profile"))
+    assert first == "cifar10-byol-fedx-paper: 2 rounds x 1 epochs, 3 clients, resnet10, seed 0"
+    assert re.search(rf"240 images, 32-true on {THREADS} CPU threads?: about \d", out)
+    assert re.search(r"untrained +kNN +\d", out)
+    assert re.search(r"round +2/2 +loss +\d.*ETA", out)
+    assert re.search(r"linear: last \d+\.\d\d, best on the test images \d+\.\d\d, untrained \d+\.\d\d", out)
+    assert re.search(r"^run folder: \S+$", out, flags=re.MULTILINE)
+    assert re.search(r"^  encoder.safetensors ", out, flags=re.MULTILINE)
+    after = out.partition("\nnext:\n")[2].splitlines()
+    for command in ("tensorboard --logdir ", "fedx-pl evaluate ", "fedx-pl export "):
+        assert any(command in line for line in after)
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0  # Finished: the summary again, no training.
+    assert "linear: last" in (again := capsys.readouterr().out)
+    assert "ETA" not in again
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, "method=fedu", "fedx=true", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("about", "steps per round", "trainable parameters", "private per client", "steps in all"):
+        assert expected in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, "profile=cpu", "data.limit=100", "data.test_limit=50", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "profile cpu" in out
+    assert "PROFILE=paper" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--help"], 0, "fedx-pl train data=cifar10"),
+        ([], 2, "fedx-pl train data=cifar10"),
+        (["--version"], 0, "fedx-pl 0.1.0, Python 3."),
+        (["sweep", "--help"], 0, "--seeds"),
+        (["data", "--help"], 0, "cifar10, cifar100, fmnist"),
+        (["federate", "server", "--help"], 0, "--clients"),
+        (["trian"], 2, "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n"),
+        (
+            ["federate", "sever"],
+            2,
+            "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
+        ),
+        (["completion", "csh"], 2, "there is no shell 'csh'; there are bash, zsh, fish; see"),
+        (["train", "--dryrun"], 2, "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n"),
+        (["embed", "run"], 2, "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n"),
+    ],
+)
+def test_help_and_mistakes_in_the_command_need_no_torch(arguments: list[str], code: int, told: str) -> None:
+    heavy = "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
+    script = f"""import atexit, runpy, sys
+atexit.register(lambda: print({heavy}))
+runpy.run_module("fedx_pl", run_name="__main__")"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == code
+    assert told in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for expected in ("method=simclr | moco | byol", "federation.rounds=100", "keys of method=fedu", "method.mu=0.4"):
+        assert expected in out
+
+
+def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "my_ssl.py").write_text(
+        "from fedx_pl.methods import SimCLR\n"
+        "class Mine(SimCLR):\n"
+        "    def __init__(self, backbone, *, covariance: float = 1.5, **base):\n"
+        '        """Sets the weight.\n\n        Args:\n            covariance: weight of a term.\n        """\n'
+        "        super().__init__(backbone, **base)\n"
+    )
+    for words in (["method=my_ssl:Mine", "--help"], ["--help", "method=my_ssl:Mine"]):
+        done = fedx_pl("train", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        own = done.stdout.partition("keys of method=my_ssl:Mine:\n")[2]
+        assert re.match(r"  method\.covariance=1\.5 +weight of a term\.\n", own)
+    missing = fedx_pl("train", "method=my_ssl:Yours", "--help", cwd=tmp_path)
+    assert missing.returncode == 0
+    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=bioll"], "did you mean method=byol"),
+        (["federation.rond=3"], "did you mean federation.rounds?"),
+        (["federation.clients=500"], "500"),
+        (["partition.beta=-1"], "partition.beta=-1"),
+        (["partition.file=/nowhere/split.json"], "partition.file"),
+        (["run.device=cuda:7"], "run.device=cuda:7"),
+        (["run.dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
+        (["name=" + "x" * 300], "File name too long"),
+        (["data.std=[0,0,0]"], "data.std=[0.0, 0.0, 0.0]"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tiny: list[str], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny, *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "method=bioll"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    debug = fedx_pl("train", "method=bioll", "--debug")
+    assert debug.returncode != 0
+    assert "Traceback" in debug.stderr
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedx_pl.federation import checkpoint
+
+    real, calls = checkpoint.os.fsync, []
+
+    def full_after_a_while(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) > 8:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", full_after_a_while)
+    assert cli.main(["train", *tiny]) == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert "free some space" in error
+    monkeypatch.undo()
+    assert cli.main(["train", *tiny]) == 0
+    assert "going on after round 1" in capsys.readouterr().out
+
+
+def test_overrides_may_follow_flags_and_hold_brackets(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--dry-run", *tiny, "name=a[/b]", f"run.root={tmp_path / '[/x]'}"]
+    assert cli.main([*arguments, "--debug", "federation.rounds=1000000000"]) == 0
+    out = capsys.readouterr().out
+    assert "a[/b]: 1000000000 rounds" in out
+    assert str(tmp_path / "[/x]" / "a[/b]") in out
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--faster"])
+
+
+def test_data_alone_lists_the_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in parser.data_sets():
+        (line,) = (line for line in lines if line.startswith(f"  {name} "))
+        assert f"fedx-pl data {name}" in line
+
+
+def test_data_describes_a_set(tiny_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "cifar10", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]) == 0
+    out = capsys.readouterr().out
+    assert "240" in out
+    assert "mean" in out
+    assert cli.main(["data", "cifar11"]) == 2
+
+
+def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_ssl.py").write_text(
+        "from fedx_pl import SSLMethod, Loss\n"
+        "from fedx_pl.losses import nt_xent\n"
+        "class Mine(SSLMethod):\n"
+        "    def loss(self, batch, z):\n"
+        "        return Loss(mine=nt_xent(z.first, z.second, 0.1))\n"
+    )
+    done = fedx_pl("train", *tiny, "method=my_ssl:Mine", "fedx=true", "federation.rounds=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header = next(tmp_path.glob("runs/cifar10-mine-fedx*/metrics.csv")).read_text().splitlines()[0]
+    assert "loss_mine,loss_local_relation" in header
+
+
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "the same command goes on after the last finished client: fedx-pl train" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *tiny, f"run.dir={tmp_path / 'run'}"]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.json").read_text())["rounds"][-1]
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "run"), "knn", "linear"]) == 0
+    output = capsys.readouterr().out
+    assert f"{last['linear_top1']:.2f}" in output
+    assert f"{last['knn_top1']:.2f}" in output
+    assert cli.main(["evaluate", str(tmp_path / "run"), "linaer"]) == 2
+    assert "there is no evaluation 'linaer'" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""The profile that a command takes by itself, and what is asked before the paper's setting runs on a CPU."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import torch
+
+from fedx_pl import federate
+from fedx_pl.cli import main as cli
+from fedx_pl.cli import train
+from fedx_pl.config import compose as configuration
+from fedx_pl.config.compose import Config, compose
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """The keyboard of a terminal that the command reads from and writes its errors to."""
+    keyboard, end = os.openpty()
+    with (
+        open(keyboard, "w") as typed,
+        open(end) as stdin,
+        open(os.dup(end), "w") as stderr,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr("sys.stdin", stdin)
+        patch.setattr("sys.stderr", stderr)
+        yield typed
+
+
+@pytest.fixture
+def long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any run counts as a long one, so that the test need not wait for one."""
+    monkeypatch.setattr(train, "LONG_SECONDS", 0.0)
+
+
+def test_the_profile_is_the_machine_s_unless_one_is_named() -> None:
+    expected = "paper" if torch.cuda.is_available() else "cpu"
+    assert compose([]).profile == expected
+    assert compose(["profile=auto"]).content() == compose([]).content()
+    assert compose(["profile=paper"]).profile == "paper"
+    assert Config().profile == "paper"  # The schema's defaults are the paper's, with or without a GPU.
+
+
+@without_gpu
+def test_the_first_line_tells_of_the_profile_that_the_machine_got(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in tiny if word != "profile=paper"]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("profile cpu (no GPU here): ")
+    run = federate("", *words, rounds=1)
+    assert capsys.readouterr().out.startswith("profile cpu (no GPU here): ")
+    assert "-cpu-" in run.folder.name
+
+
+@without_gpu
+def test_the_paper_s_profile_on_a_cpu_is_announced_and_a_note_in_python(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    federate("", *tiny, rounds=1)
+    out = capsys.readouterr().out
+    assert out.startswith("profile paper: made for a GPU, and there is none here")
+    assert "note: 240 images, " in out
+
+
+@without_gpu
+@pytest.mark.usefixtures("long_runs")
+def test_a_long_run_without_a_gpu_needs_a_yes_where_nobody_can_be_asked(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *tiny]) == 2
+    shown = capsys.readouterr()
+    assert "240 images, " in shown.out
+    assert shown.err.startswith("error: profile=paper takes about ")
+    assert "add --yes" in shown.err
+    assert not (tmp_path / "runs").exists()
+    assert cli.main(["train", *tiny, "--dry-run"]) == 0
+    assert cli.main(["train", *tiny, "--yes"]) == 0
+    assert cli.main(["train", *tiny]) == 0  # Finished: there is nothing to wait for.
+
+
+@without_gpu
+@pytest.mark.usefixtures("long_runs")
+def test_on_a_terminal_a_long_run_without_a_gpu_waits_for_an_answer(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(monkeypatch) as keyboard:
+        for answer, code in (("\n", 2), ("n\n", 2), ("y\n", 0)):
+            keyboard.write(answer)
+            keyboard.flush()
+            assert cli.main(["train", *tiny, "federation.rounds=1"]) == code
+            assert (tmp_path / "runs").exists() == (code == 0)
+
+
+@without_gpu
+def test_a_short_run_of_the_paper_s_profile_is_not_asked_about(tiny: list[str]) -> None:
+    assert cli.main(["train", *tiny, "federation.rounds=1"]) == 0
+
+
+def test_data_describes_the_whole_set_whatever_the_profile_takes_of_it(
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(configuration.CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "profile" / "cpu.yaml").write_text("data: {limit: 100}")
+    monkeypatch.setattr(configuration, "CONFIGS", tmp_path / "configs")
+    words = ["profile=cpu", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]
+    assert configuration.compose(words).data.limit == 100
+    assert cli.main(["data", "cifar10", *words]) == 0
+    assert "train: 240 images" in capsys.readouterr().out
+    assert cli.main(["data", "cifar10", *words, "data.limit=50"]) == 0
+    assert "train: 50 images" in capsys.readouterr().out

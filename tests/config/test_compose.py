@@ -1,0 +1,254 @@
+"""Composing, validating and freezing a configuration."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import EXPERIMENTS
+from simsiam import SimSiam
+from torch import nn
+
+from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
+from fedx_pl.config.build import build_model
+from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
+from fedx_pl.errors import UserError
+from fedx_pl.experiments.definition import load_experiment
+from fedx_pl.experiments.results import match, read_results
+
+
+def test_the_defaults_are_the_paper_s() -> None:
+    config = compose(["data=cifar10", "method=simclr", "fedx=true", "profile=paper"])
+    federation, optim = config.federation, config.optim
+    assert (federation.rounds, federation.epochs, federation.clients) == (100, 10, 10)
+    assert (config.partition.kind, config.partition.beta) == ("dirichlet", 0.5)
+    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size) == (0.01, 0.9, 1e-5, 128)
+    assert (config.backbone.name, config.backbone.width, config.fedx.tau) == ("resnet18", 64, 0.1)
+    assert config.relation_size == 64  # "128" of the authors' code: two loaders of 64
+    assert config.evaluation.linear.epochs == 100
+
+
+def test_choices_come_first_and_single_keys_last_whatever_their_order() -> None:
+    config = compose(["federation.rounds=7", "profile=cpu", "data=svhn"])
+    assert config.federation.rounds == 7
+    assert config.backbone.width == 16
+    assert (config.augment.flip, config.augment.rotation) == (0.0, 15.0)
+
+
+def test_svhn_is_augmented_as_in_the_authors_code() -> None:
+    augment = compose(["data=svhn"]).augment
+    strengths = (augment.brightness, augment.contrast, augment.saturation, augment.hue)
+    assert strengths == (0.4, 0.4, 0.4, 0.4)
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = compose([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.federation.rounds = 3  # type: ignore[misc]
+
+
+def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
+    config = compose(["method=protocl", "fedx=true", "method.cluster_sizes=[8,4]", "profile=cpu", "seed=3"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert load(file).content() == config.content()
+    assert load(file).hash == config.hash
+    assert config.method_options["cluster_sizes"] == [8, 4]
+
+
+def test_a_run_that_does_not_say_which_labels_were_used_had_those_of_its_subset(tmp_path: Path) -> None:
+    lines = compose(["data.limit=100"]).to_yaml().replace("  labels: all\n", "")
+    (tmp_path / "config.yaml").write_text(lines)
+    assert load(tmp_path / "config.yaml").evaluation.labels == "limit"
+
+
+def test_the_hash_tells_results_apart_and_ignores_where_they_lie() -> None:
+    assert compose(["run.root=a", "data.root=b"]).hash == compose([]).hash
+    assert compose(["seed=1"]).hash != compose([]).hash
+
+
+def test_paths_may_hold_any_character() -> None:
+    path = "/data/my images (old), x=1: #2 ${HOME} [a]"
+    assert compose([f"data.root={path}"]).data.root == path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["federation.round=2"], "did you mean federation.rounds?"),
+        (["rounds=2"], "did you mean federation.rounds?"),
+        (["rond=2"], "did you mean federation.rounds?"),
+        (["method=byol", "method.momentm=1"], "did you mean method.momentum?"),
+        (["logger=csv"], "there is no key logger; `fedx-pl train --help` lists all"),
+        (["data=cifr10"], "did you mean data=cifar10"),
+        (["profile=mini!"], "did you mean profile=mini? Known: cpu, mini, paper, auto"),
+        (["profile=gpu"], "profile=gpu is not known; a GPU takes profile=paper"),
+        (["profile=big"], "profile=big is not known; type one of cpu, mini, paper, auto"),
+        (["method=dino"], "method=dino is not known; type one of simclr, moco, byol, protocl, fedu; or give your own"),
+        (["method=byo"], "did you mean method=byol"),
+        (["method=no.such.module:Thing"], "cannot import no.such.module"),
+        (["method=simsiam:Sim"], "it has SimSiam, FedXSimSiam"),
+        (["method=pathlib:Path"], "not a subclass of fedx_pl.SSLMethod"),
+        (["federation.rounds=many"], "federation.rounds=many is not a whole number; type e.g. federation.rounds="),
+        (["seed=1.5"], "seed=1.5 is not a whole number; type e.g. seed=0"),
+        (["optim.lr=fast"], "optim.lr=fast is not a number; type e.g. optim.lr=0.0"),
+        (["fedx=maybe"], "fedx.enabled=maybe is neither true nor false; type fedx.enabled=true"),
+        (["federation=3"], "federation is a group of keys and has no value of its own; type e.g. federation.clients="),
+        (["name=[a]"], "name=[a] is not a single text"),
+        (["fast"], "type key=value"),
+        (["partition.beta=0"], "partition.beta=0"),
+        (["partition.beta=-1"], "partition.beta=-1"),
+        (["optim.lr=0"], "optim.lr=0"),
+        (["optim.schedule=linear"], "optim.schedule=linear"),
+        (["optim.precision=8"], "optim.precision=8"),
+        (["optim.batch_size=1"], "optim.batch_size=1"),
+        (["augment.crop=centre"], "augment.crop=centre"),
+        (["augment.hue=0.9"], "augment.hue=0.9"),
+        (["federation.clients=0"], "federation.clients=0"),
+        (["federation.fraction=0"], "federation.fraction=0"),
+        (["federation.fraction=1.5"], "federation.fraction=1.5"),
+        (["federation.batchnorm=no"], "federation.batchnorm=no"),
+        (["evaluation.knn_every=0"], "evaluation.knn_every=0"),
+        (["run.resume=yes"], "run.resume=yes"),
+        (["fedx=true", "fedx.relation_size=128"], "fedx.relation_size=128"),
+        (["run.threads=-1"], "run.threads=-1"),
+        (["run.device=mps"], "run.device=mps"),
+        (["optim.momentum=-1"], "optim.momentum=-1"),
+        (["optim.momentum=nan"], "optim.momentum=nan"),
+        (["optim.weight_decay=-1"], "optim.weight_decay=-1"),
+        (["evaluation.linear.batch_size=0"], "evaluation.linear.batch_size=0"),
+        (["evaluation.linear.lr=-1"], "evaluation.linear.lr=-1"),
+        (["federation.clients=3", "federation.min_clients=4"], "federation.min_clients=4"),
+        (["data.mean=[a,b,c]"], "data.mean=[a,b,c] is not a list of numbers in brackets; type e.g. data.mean=[0."),
+        (["data.classes=a"], "data.classes=a is not a list in brackets; type e.g. data.classes=[a,b]"),
+        (["method=:"], "method=:"),
+        (["method=.a:B"], "method=.a:B"),
+        (["method=fedx_pl.methods.base:SSLMethod"], "no loss of its own"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        compose(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_run_configuration_is_a_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for content in ("[", "a: 1", ""):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"config\.yaml"):
+            load(file)
+
+
+def test_a_method_s_keyword_arguments_are_its_keys() -> None:
+    found = hyper_parameters(SimSiam)
+    assert found["bottleneck"] == (int, 64, "hidden units of the predictor.")
+    assert found["embed_dim"][1] == 256
+    assert "optim" not in found
+    config = compose(["method=simsiam:SimSiam", "method.bottleneck=12", "backbone.width=4", "fedx=true"])
+    model = build_model(config, channels=3, image_size=32)
+    assert type(model).__name__ == "FedXSimSiam"
+    assert model.predictor.layers[0].out_features == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=moco", "method.queue_size=0"], "method.queue_size=0"),
+        (["method=moco", "method.version=3"], "method.version=3"),
+        (["method=byol", "method.momentum=2"], "method.momentum=2"),
+        (["method.tau=0"], "method.tau=0"),
+        (["method.embed_dim=-1"], "method.embed_dim=-1"),
+        (["method=protocl", "method.cluster_sizes=[0]"], "method.cluster_sizes=[0]"),
+    ],
+)
+def test_impossible_hyper_parameters_are_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_model(compose([*overrides, "backbone.width=4"]), channels=3, image_size=32)
+
+
+def test_a_name_key_is_the_choice_of_its_group() -> None:
+    assert compose(["method.name=moco"]).content() == compose(["method=moco"]).content()
+    assert compose(["data.name=svhn"]).content() == compose(["data=svhn"]).content()
+
+
+def test_a_class_that_has_the_mixin_already_is_fedx_and_takes_its_keys() -> None:
+    config = compose(["method=simsiam:FedXSimSiam", "fedx.tau=0.5", "backbone.width=4"])
+    assert config.fedx.enabled
+    assert build_model(config, channels=3, image_size=32).fedx.tau == 0.5
+
+
+class Loose(SSLMethod):
+    """Written without a star, and with an argument that no command line can give."""
+
+    def __init__(self, backbone: nn.Module, temp: float = 0.5, hook: Callable[[], None] = print, **kw: object) -> None:
+        super().__init__(backbone, **kw)
+        self.temp = temp
+
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
+        return Loss(a=z.first.sum())
+
+
+class Stubborn(Loose):
+    """Takes nothing else."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__(backbone)
+
+
+def test_methods_of_any_signature_work_or_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(methods.BUILT_IN, "loose", Loose)
+    monkeypatch.setitem(methods.BUILT_IN, "stubborn", Stubborn)
+    config = compose(["method=loose", "method.temp=0.25", "backbone.width=4"])
+    assert build_model(config, channels=3, image_size=32).temp == 0.25
+    assert "hook" not in hyper_parameters(Loose)
+    with pytest.raises(UserError, match=r"method=stubborn cannot be made .* \*\*base"):
+        build_model(compose(["method=stubborn", "backbone.width=4"]), channels=3, image_size=32)
+
+
+def test_a_method_that_is_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    point = EntryPoint("sims", "simsiam:SimSiam", "fedx_pl.methods")
+    monkeypatch.setattr(methods, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else [])
+    assert methods.find("sims") is SimSiam
+
+
+def test_every_key_has_help_and_every_choice_composes() -> None:
+    for key, _, text in all_keys():
+        assert text, f"{key} has no help"
+    for group in FILE_GROUPS:
+        for choice in choices(group):
+            assert (CONFIGS / group / f"{choice}.yaml").exists()
+            compose([f"{group}={choice}"])
+
+
+def test_cosine_schedule_falls_over_the_rounds() -> None:
+    optim = compose(["recipe=strong", "optim.lr=0.4"]).optim
+    assert [round(optim.lr_at(r, 4), 3) for r in (1, 2, 3, 4)] == [0.4, 0.341, 0.2, 0.059]
+    assert compose(["profile=paper"]).optim.lr_at(99, 100) == 0.01
+
+
+def test_a_preset_gives_the_probe_its_values_and_own_keys_win() -> None:
+    linear = compose(["evaluation.linear.epochs=7", "evaluation.linear.preset=fedema"]).evaluation.linear
+    assert (linear.epochs, linear.lr, linear.batch_size, linear.weight_decay) == (7, 3e-3, 2048, 0.0)
+    assert compose(["evaluation.linear.preset=fedx"]).hash == compose([]).hash
+    with pytest.raises(UserError, match=r"evaluation.linear.preset=other.*fedx or fedema"):
+        compose(["evaluation.linear.preset=other"])
+
+
+def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
+    """Profiles choose one for folders; CIFAR-10 has its own. Results that recorded one are found under their names."""
+    small = compose(["profile=mini"])
+    assert small.data.image_size == 0
+    assert "image_size" not in small.content()["data"]
+    results, _ = read_results(EXPERIMENTS / "results" / "mini")
+    older = [result for result in results if result.config.get("data.image_size") == 64]
+    outdated: dict[str, list[str]] = {}
+    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).found
+    assert outdated == {}
+    assert compose(["profile=mini", "data=folder"]).data.image_size == 64
+    assert compose(["data=folder"]).hash != compose(["data=folder", "data.image_size=32"]).hash

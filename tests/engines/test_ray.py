@@ -1,0 +1,386 @@
+"""Ray: the same weights as in one process, workers that die, errors that reach the user, Ctrl-C.
+
+A worker takes seconds to import torch, so all tests but the last share one Ray and its workers.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import METHOD, PATIENCE, THREADS, Watching
+from test_trainer import same, weights
+
+from fedx_pl.cli.main import EXIT_INTERRUPTED, main
+from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.compose import compose
+from fedx_pl.engines import Lost, Watcher
+from fedx_pl.engines.base import MemoryOf
+from fedx_pl.engines.local import SerialEngine
+from fedx_pl.engines.ray import RayEngine, Sizes, import_ray
+from fedx_pl.engines.worker import pack, split_name, unpack
+from fedx_pl.errors import UserError, install_hint
+from fedx_pl.federation.client import RoundContext
+from fedx_pl.trainer import Orchestrator, Result
+
+pytestmark = pytest.mark.xdist_group("ray")  # One Ray for all, also where tests run in two processes.
+
+# BYOL whose process dies, or that raises, where a file of that name says so: FOLDER/ROUND-CLIENT. A file is used once.
+MORTAL = """
+import os, signal
+from pathlib import Path
+from fedx_pl.errors import UserError
+from fedx_pl.methods import BYOL
+
+class Mortal(BYOL):
+    def __init__(self, backbone, *, fate: str = "", **byol):
+        super().__init__(backbone, **byol)
+        self.fate = fate
+
+    def on_round_start(self):
+        super().on_round_start()
+        file = Path(self.fate, f"{self.local.round}-{self.local.client}")
+        if file.exists():
+            what = file.read_text()
+            file.unlink()
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"mistake": UserError, "bug": ZeroDivisionError}[what]("too many apples")
+"""
+
+
+class Workers(Watching):
+    """Remembers which worker took which client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[str, int]] = []
+
+    def working(self, worker: str, client: int | None) -> None:
+        if client is not None:
+            self.taken.append((worker, client))
+
+
+MakeEngine = type[RayEngine]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MakeEngine]:
+    """Makes engines on one Ray that hand their workers on to the next engine."""
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+    ray = import_ray(local=True)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+        object_store_memory=256 << 20, _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    spare: list[Any] = []
+
+    class Shared(RayEngine):
+        def new_actor(self) -> Any:
+            return spare.pop() if spare else super().new_actor()
+
+        def close(self) -> None:
+            spare.extend(seat.actor for seat in self._seats)
+
+    yield Shared
+    ray.shutdown()
+
+
+@pytest.fixture
+def mortal(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides for a `Mortal` whose fate lies in ``tmp_path / "fate"``, found only by way of the driver's path."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "mortal.py").write_text(MORTAL)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "mortal", raising=False)
+    (tmp_path / "fate").mkdir()
+    return [*tiny, "method=mortal:Mortal", f"method.fate={tmp_path / 'fate'}"]
+
+
+def run(
+    overrides: list[str], folder: Path, engine: Callable[[Plan, Watcher], Any] = SerialEngine, display: Any = None
+) -> Result:
+    plan = prepare(compose([*overrides, f"run.dir={folder}"]), report=lambda line: None)
+    return Orchestrator(plan, display or Watching(), engine).run()
+
+
+# --- the same result --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [["method=moco", "fedx=true"], ["method=barlow_twins:BarlowTwins"]])
+def test_one_process_and_one_or_two_workers_give_the_same_weights(
+    tiny: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
+) -> None:
+    """To the bit, after two rounds: MoCo has a queue and a target of its own, the other lives in examples/."""
+    serial = run([*tiny, *method], tmp_path / "serial")
+
+    class Complete(shared):
+        def __init__(self, plan: Plan, watcher: Watcher) -> None:
+            super().__init__(plan, watcher)
+            # Or the first worker could train these small clients before the second is ready.
+            self.ray.wait([seat.ready for seat in self._seats], num_returns=self.sizes.workers)
+
+    plan = prepare(compose([*tiny, *method]), report=lambda line: None)
+    largest_first = sorted(range(3), key=lambda client: -len(plan.clients[client]))
+    for workers in (1, 2):
+        display = Workers()
+        overrides = [*tiny, *method, f"engine.workers={workers}"]
+        result = run(overrides, tmp_path / f"ray-{workers}", Complete, display)
+        assert same(weights(result), weights(serial))
+        assert result.rows[-1]["loss"] == serial.rows[-1]["loss"]
+        assert display.steps == plan.steps_between(1, 2)
+        assert [client for _, client in display.taken] == 2 * largest_first
+        assert {worker for worker, _ in display.taken} == {f"worker {i + 1}" for i in range(workers)}
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_tensors_travel_as_they_are(memory_format: torch.memory_format) -> None:
+    """Memory order too: a sum over a tensor may depend on it."""
+    state = {
+        "weight": torch.randn(4, 3, 2, 2).to(memory_format=memory_format),
+        "transposed": torch.randn(3, 5).t(),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "half": torch.randn(5).bfloat16(),
+        "mask": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    back = unpack(pack(state))
+    assert same(back, state)
+    assert all(back[name].dtype == state[name].dtype for name in state)
+    assert back["weight"].stride() == state["weight"].stride()
+
+
+# --- errors, workers that die -----------------------------------------------------------------------------------------
+
+
+def test_errors_of_a_client_reach_the_user(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+    """A mistake as the one line it is; a bug with what the worker's traceback says. Nothing is tried again."""
+    overrides = [*mortal, "engine.workers=1", f"run.dir={tmp_path / 'run'}"]
+    fate = tmp_path / "fate" / "1-0"
+    for what, error in (("mistake", UserError), ("bug", ZeroDivisionError)):
+        fate.write_text(what)
+        with pytest.raises(error) as caught:
+            run(overrides, tmp_path / what, shared)
+        assert (str(caught.value) == "too many apples") == (what == "mistake")
+        assert "too many apples" in str(caught.value)
+    assert "mortal.py" in str(caught.value)
+
+
+def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEngine) -> None:
+    plan = prepare(compose([*tiny, "engine.workers=1"]), report=lambda line: None)
+    other = replace(plan, clients=plan.clients[::-1])
+    assert split_name(other) != split_name(plan)
+    with pytest.raises(UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="):
+        Orchestrator(other, Watching(), shared).run()
+
+
+def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules: Path, shared: MakeEngine) -> None:
+    (modules / "mid_run.py").write_text(METHOD)
+
+    class Edited(shared):
+        def new_actor(self) -> Any:
+            (modules / "mid_run.py").write_text(METHOD + "# edited\n")
+            return super().new_actor()
+
+    plan = prepare(compose([*tiny, "method=mid_run:Mine", "engine.workers=1"]), report=lambda line: None)
+    with pytest.raises(UserError, match="has other code of method=mid_run:Mine than this process"):
+        Orchestrator(plan, Watching(), Edited).run()
+
+
+def test_a_worker_without_the_images_says_where_it_is(tiny: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+    plan = prepare(compose([*tiny, "engine.workers=1"]), report=lambda line: None)
+    config = replace(plan.config, data=replace(plan.config.data, root=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"):
+        Orchestrator(replace(plan, config=config), Watching(), shared).run()
+
+
+def test_the_client_of_a_dead_worker_is_tried_again(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+    """The second try changes nothing: the same weights as without the death."""
+    undisturbed = run(mortal, tmp_path / "serial")
+    (tmp_path / "fate" / "1-1").write_text("die")
+    display = Workers()
+    result = run([*mortal, "engine.workers=2"], tmp_path / "ray", shared, display)
+    (note,) = (note for note in display.notes if "died" in note)
+    assert "died with client 1 (process" in note
+    assert note.endswith("trying again")
+    assert [client for _, client in display.taken].count(1) == 3
+    assert result.rows[0]["dropped"] == 0
+    assert same(weights(result), weights(undisturbed))
+
+
+def test_without_a_further_try_the_round_goes_on_without_the_client(
+    mortal: list[str], tmp_path: Path, shared: MakeEngine
+) -> None:
+    """The weights are those of a round in which client 1 has nothing to give."""
+
+    class WithoutOne(SerialEngine):
+        def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Any]:
+            for update in super().run(context, clients, memory_of):
+                away = context.round == 2 and update.client == 1
+                yield Lost(1, "away") if away else update
+
+    expected = run(mortal, tmp_path / "serial", WithoutOne)
+    (tmp_path / "fate" / "2-1").write_text("die")
+    display = Watching()
+    result = run([*mortal, "engine.workers=2", "engine.retries=0"], tmp_path / "ray", shared, display)
+    assert any(note.startswith("round 2: dropped client 1: worker") and "died" in note for note in display.notes)
+    assert [row["dropped"] for row in result.rows] == [0, 1]
+    assert same(weights(result), weights(expected))
+
+
+def test_without_ray_the_user_is_told_what_to_install(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["train", *tiny, "engine=ray"]) == 2
+    assert capsys.readouterr().err == f"error: engine=ray needs Ray; type {install_hint('ray')}\n"
+
+
+def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Ray that takes SIGTERM over, as Ray does, while Ctrl-C comes."""
+    calls: list[str] = []
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.raise_signal(signal.SIGINT)
+        calls.append("started")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: calls.append("ended"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    mine = lambda number, frame: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayEngine(prepare(compose([*tiny, "engine=ray"]), report=lambda line: None), Watching())
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == ["started", "ended"]
+
+
+# --- how many workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "gpus", "expected"),
+    [
+        ([], 8, 0, (5, 0, 1)),  # One per core, but not more than clients; 8 // 5 threads.
+        (["engine.workers=2"], 8, 0, (2, 0, 4)),
+        (["engine.workers=4"], 2, 0, (4, 0, 1)),
+        (["engine.workers=2", "run.threads=3"], 8, 0, (2, 0, 3)),
+        ([], 8, 2, (2, 1, 4)),  # One per GPU.
+        (["engine.gpus_per_worker=0.5"], 8, 2, (4, 0.5, 2)),
+        (["engine.gpus_per_worker=0.1", "federation.clients=10"], 8, 1, (10, 0.1, 1)),
+        (["engine.gpus_per_worker=2"], 8, 4, (2, 2, 4)),
+        (["run.device=cpu", "engine.workers=2"], 8, 2, (2, 0, 4)),
+    ],
+)
+def test_workers_share_the_machine(
+    overrides: list[str], cores: int, gpus: int, expected: tuple[int, float, int]
+) -> None:
+    config = compose(["federation.clients=5", *overrides])
+    assert Sizes.of(config, cores, gpus, clients=config.federation.clients) == expected
+
+
+@pytest.mark.parametrize("overrides", [["engine.workers=3"], ["engine.workers=3", "engine.gpus_per_worker=0.6"]])
+def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
+    """Two shares of 0.6 do not fit on one GPU."""
+    with pytest.raises(UserError, match=r"engine.gpus_per_worker=.*there are 2 GPUs and 3 workers"):
+        Sizes.of(compose(overrides), cores=8, gpus=2, clients=10)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tmp_path: Path) -> None:
+    """Interrupted on Ray and continued without it: what clients keep for themselves is in the run folder."""
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+    overrides = [*tiny, "method=byol", "federation.rounds=10000"]
+    command = [sys.executable, "-m", "fedx_pl", "train", *overrides, "engine=ray", "engine.workers=1", "--yes"]
+    folder = tmp_path / "ray"
+    # In a session of its own, so that the signal goes to all of its processes, as from a keyboard.
+    running = subprocess.Popen(
+        [*command, f"run.dir={folder}"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for(
+            lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None, seconds=PATIENCE
+        )
+        started = descendants(running.pid)
+        assert any("ray" in name for name in started.values())
+        os.killpg(running.pid, signal.SIGINT)
+        out, err = running.communicate(timeout=PATIENCE)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == EXIT_INTERRUPTED, err
+    assert f"starting Ray (1 x {THREADS} CPU thread" in out
+    assert err.strip().startswith("interrupted;")
+    assert "Traceback" not in err
+    wait_for(lambda: not any(alive(*process) for process in started), seconds=PATIENCE)
+
+    class Until(Watching):
+        def __init__(self, last: int) -> None:
+            super().__init__()
+            self.last = last
+
+        def row(self, row: dict[str, Any]) -> None:
+            if row["round"] == self.last:
+                raise KeyboardInterrupt
+
+    interrupted = max(int(path.name.removeprefix("round_")) for path in (folder / "checkpoints").glob("round_*"))
+    newest = []
+    for place in (folder, tmp_path / "serial"):
+        with pytest.raises(KeyboardInterrupt):
+            run(overrides, place, SerialEngine, Until(interrupted + 1))
+        newest.append(weights(Result(place, [], {}, 0)))
+    assert same(*newest)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def status(process: int) -> tuple[int, str, str]:
+    """A process's parent, when it was started, and its state; the name in /proc/PID/stat may hold anything."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), fields[19], fields[0]
+
+
+def descendants(process: int) -> dict[tuple[int, str], str]:
+    """(number, start) of all processes that come from one, with their command lines."""
+    found: dict[tuple[int, str], str] = {}
+    children: dict[int, list[tuple[int, str, str]]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # It may have ended meanwhile.
+            parent, start, _ = status(int(path.name))
+            children.setdefault(parent, []).append((int(path.name), start, (path / "cmdline").read_text()))
+    waiting = [process]
+    while waiting:
+        for child, start, command in children.get(waiting.pop(), []):
+            found[child, start] = command
+            waiting.append(child)
+    return found
+
+
+def alive(process: int, start: str) -> bool:
+    """Whether it runs still, and is not another one of the same number."""
+    try:
+        _, started, state = status(process)
+        return started == start and state != "Z"
+    except OSError:
+        return False

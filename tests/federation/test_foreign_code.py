@@ -1,0 +1,163 @@
+"""Which code is a run's own: the method's files and what they import, and nothing of any library."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers import METHOD, forget_modules
+
+from fedx_pl import SSLMethod, methods
+from fedx_pl.errors import UserError
+from fedx_pl.federation.foreign_code import Record, code_of, read_record, require_current, write_record
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        file = folder / (name.replace("__", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+
+
+def load(name: str) -> type[SSLMethod]:
+    return methods.find(f"{name}:Mine")
+
+
+@pytest.mark.parametrize("name", list(methods.BUILT_IN))
+def test_a_method_of_the_package_has_no_foreign_code(name: str) -> None:
+    assert code_of(methods.BUILT_IN[name]) == {}
+
+
+def test_what_a_method_imports_counts_however_it_is_imported(modules: Path) -> None:
+    """Directly, from a sub-folder without ``__init__``, through another module, within a function; not what nobody
+    imports, nor a library."""
+    (modules / "parts").mkdir()
+    (modules / "parts" / "blocks.py").write_text("import constants\n")
+    write(modules, constants="TAU = 0.1\n", late="X = 1\n", unused="Y = 1\n", nets="from parts import blocks\n")
+    write(modules, mine="import json, torch, lightly, nets\ndef f():\n    import late\n" + METHOD)
+    assert set(code_of(load("mine"))) == {"mine", "nets", "parts.blocks", "constants", "late"}
+
+
+def test_a_package_counts_with_its_relative_imports_and_its_inits(modules: Path) -> None:
+    write(modules, mine_pkg__losses="from . import base\n", mine_pkg__base="Z = 1\n", mine_pkg__other="W = 1\n")
+    (modules / "mine_pkg" / "__init__.py").write_text("")
+    write(modules, mine_pkg__method="from .losses import *\n" + METHOD)
+    found = set(code_of(load("mine_pkg.method")))
+    assert found == {"mine_pkg", "mine_pkg.method", "mine_pkg.losses", "mine_pkg.base"}
+
+
+def test_base_classes_and_mixins_count(modules: Path) -> None:
+    write(modules, basis=METHOD.replace("Mine", "Basis"))
+    write(modules, extra="class Extra:\n    pass\n")
+    write(modules, mine="import basis, extra\nfrom fedx_pl import FedXMixin\n"
+                       "class Mine(FedXMixin, extra.Extra, basis.Basis):\n    pass\n")  # fmt: skip
+    assert set(code_of(load("mine"))) == {"mine", "basis", "extra"}
+
+
+def test_an_installed_method_counts_with_its_package_and_no_other(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pip installs it: among others, each with its ``dist-info``."""
+    site = modules / "site-packages"
+    monkeypatch.syspath_prepend(str(site))
+    write(site, installed_ssl__method="import other_library\nfrom installed_ssl import heads\n" + METHOD)
+    write(site, installed_ssl__heads="", installed_ssl__init="", other_library="")
+    assert set(code_of(load("installed_ssl.method"))) == {"installed_ssl.method", "installed_ssl.heads"}
+
+
+def test_any_edit_shows_and_a_moved_folder_does_not(modules: Path) -> None:
+    write(modules, mine="import parts_of_mine\n" + METHOD, parts_of_mine="TAU = 0.1\n")
+    first = code_of(load("mine"))
+    forget_modules(modules)
+    assert code_of(load("mine")) == first
+    forget_modules(modules)
+    write(modules, parts_of_mine="TAU = 0.2\n")
+    second = code_of(load("mine"))
+    assert second["mine"] == first["mine"]
+    assert second["parts_of_mine"] != first["parts_of_mine"]
+    assert Record(first).hash != Record(second).hash
+
+
+def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modules: Path) -> None:
+    """Python keeps the old code: neither the old nor the new hash would be the truth."""
+    write(modules, mine=METHOD)
+    method = load("mine")
+    assert require_current(method) == code_of(method)
+    write(modules, mine=METHOD.replace("mean", "sum"))
+    with pytest.raises(UserError, match=r"mine\.py was edited after this process imported it.*start Python"):
+        require_current(method)
+
+
+def notebook(text: str) -> type[SSLMethod]:
+    """A class as a notebook or ``python -c`` makes it: its module has no file."""
+    module = ModuleType("no_file")
+    sys.modules["no_file"] = module
+    try:
+        exec(compile(textwrap.dedent(text), "<cell 1>", "exec"), module.__dict__)
+    finally:
+        module.__dict__.setdefault("Mine", None)
+    return module.__dict__["Mine"]
+
+
+CELL = """
+import torch
+from fedx_pl import Loss, SSLMethod
+TAU = 0.1
+def scaled(x):
+    return x / TAU if x.dim() in {0, 1} else {"a", "b", "c"}
+class Mine(SSLMethod):
+    online_views = 2
+    @torch.no_grad()
+    def on_round_start(self):
+        self.margin = 3
+    def loss(self, batch, z, margin=0.5):
+        return Loss(a=scaled(z.first.mean()) + margin)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("z.first.mean()", "z.second.mean()"),
+        ("TAU = 0.1", "TAU = 0.2"),
+        ("x / TAU", "x * TAU"),
+        ("margin=0.5", "margin=0.6"),
+        ("online_views = 2", "online_views = 1"),
+        ("self.margin = 3", "self.margin = 4"),
+    ],
+)
+def test_a_class_without_a_file_counts_by_what_it_does(modules: Path, old: str, new: str) -> None:
+    first = code_of(notebook(CELL))
+    assert first == code_of(notebook(f"# another line\n{CELL}"))
+    assert first != code_of(notebook(CELL.replace(old, new)))
+    assert set(first) >= {"no_file.Mine", "no_file.scaled"}
+
+
+def test_a_class_of_a_script_counts_by_its_file_and_one_behind_it_by_itself(modules: Path) -> None:
+    """In processes of their own, with different hash seeds: a script, and the same read from standard input."""
+    look = "\nfrom fedx_pl.federation.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
+    write(modules, script=CELL + look, helpers_of_mine="A = 1\n")
+
+    def run(seed: int, *command: str, text: str = "") -> str:
+        environment = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run(
+            [sys.executable, *command], input=text, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert run(1, str(modules / "script.py")).count("'__main__'") == 1
+    piped = run(1, text=CELL + look)
+    assert "__main__.Mine" in piped
+    assert piped == run(2, text=CELL + look)
+
+
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    write_record(tmp_path, record := Record({"mine": "00ff"}, "TinyNet"))
+    assert read_record(tmp_path) == record
+    for text in ("", "[]", "{}", '{"modules": 7, "backbone": ""}', "[" * 50_000):
+        (tmp_path / "code.json").write_text(text)
+        assert read_record(tmp_path) is None
+    write_record(tmp_path, Record())
+    assert not (tmp_path / "code.json").exists()

@@ -1,0 +1,248 @@
+"""The real thing: coordinator, SuperLink and sites as processes of their own, with TLS and keys, by the command line.
+
+The sites start before any coordinator and serve one after the other. Client numbers, and with them all random numbers,
+come from the sites' names; so a simulation on the same folders must give the same weights to the bit.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import federation_parts as parts
+import pytest
+from helpers import PATIENCE, THREADS
+
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+
+from federation_parts import BYOL_FEDX, WORDS, Process
+
+from fedx_pl.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+# Trains again and again in the round whose number is in the file `hold`, as long as it is there.
+HELD = """
+import contextlib, pathlib
+from fedx_pl.federation.client import LocalTrainer
+run, hold = LocalTrainer.run, pathlib.Path("hold")
+def held(self, context, *rest):
+    found = run(self, context, *rest)
+    with contextlib.suppress(FileNotFoundError):
+        while hold.read_text() == str(context.round):
+            run(self, context, *rest)
+    return found
+LocalTrainer.run = held
+"""
+
+# Sends what it should, but with NaN in round 1, a wrong shape in round 2 and an unknown tensor in round 3.
+BAD_SITE = """
+import torch
+from fedx_pl.sites.site import Site
+
+train = Site._train
+
+def bad(self, content):
+    found = train(self, content)
+    changed = [
+        {"backbone.conv1.weight": torch.full((4, 3, 3, 3), float("nan"))},
+        {"backbone.bn1.weight": torch.ones(5)},
+        {"surprise": torch.ones(1)},
+    ]
+    return found._replace(tensors=found.tensors | changed[content.meta["round"] - 1])
+
+Site._train = bad
+"""
+
+# Waits long for a site that is gone.
+PATIENT = """
+from fedx_pl.sites import engine as flower
+flower.GRACE_SECONDS = 300.0
+"""
+# Has loaded all that takes time, and begins when a file is there.
+READY = """
+import pathlib, time
+from fedx_pl.cli import sites as commands
+from fedx_pl.sites import node
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+class Federation:
+    """Folders, keys and running sites."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, parts.free_port()
+        self.images = parts.make_images(folder / "images", {"a": 40, "b": 30, "c": 160})
+        self.sites: dict[str, Process] = {}
+        words = ["--host", "localhost", "--port", str(self.port), "--out", str(folder / "keys")]
+        assert main(["federate", "keys", "--sites", "a,b,c,d", *words]) == 0
+
+    def start(self, name: str, images: str = "", code: str = HELD) -> Process:
+        """A site; its private state is that of the process before it."""
+        place = self.folder / f"at-{name}"
+        place.mkdir(exist_ok=True)
+        log = place / f"{len(list(place.glob('*.log')))}.log"
+        keys = self.folder / "keys" / "sites" / name
+        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), f"run.threads={THREADS}"]
+        return Process(log, "federate", "client", *words, code=code)
+
+    def hold(self, round: int, names: str = "c") -> None:
+        """Keeps sites training in a round, until they are killed or let go."""
+        for name in names:
+            (self.folder / f"at-{name}" / "hold").write_text(str(round))
+
+    def let_go(self) -> None:
+        for file in self.folder.glob("at-*/hold"):
+            file.unlink()
+
+    def server(self, run: str, *words: str, clients: int = 3, code: str = "") -> Process:
+        """A coordinator; the same ``run`` goes on with it."""
+        for site in self.sites.values():
+            site.look_from_here()
+        more = ["--clients", str(clients), "--keys", str(self.folder / "keys" / "server"), "--port", str(self.port)]
+        more += ["--timeout", str(PATIENCE), "--wait", str(PATIENCE), f"run.dir={self.folder / run}"]
+        log = self.folder / f"{run}-{time.monotonic_ns()}.log"
+        return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
+
+    def logs(self) -> str:
+        """For assertion messages."""
+        files = sorted(self.folder.glob("**/*.log"))
+        return "\n".join(f"--- {file.relative_to(self.folder)}\n{file.read_text(errors='replace')}" for file in files)
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    found = Federation(tmp_path_factory.mktemp("federation"))
+    try:
+        found.sites |= {name: found.start(name) for name in "abc"}
+        yield found
+    finally:
+        for site in found.sites.values():
+            site.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(federation: Federation) -> Path:
+    """Three rounds of BYOL with FedX in one process."""
+    return parts.serial(federation.images, federation.folder / "serial-3", *BYOL_FEDX, "federation.rounds=3")
+
+
+def assert_same(federation: Federation, run: str, expected: Path, rounds: int) -> None:
+    for round in range(1, rounds + 1):
+        found = parts.weights(federation.folder / run, round)
+        assert parts.same(found, parts.weights(expected, round)), f"round {round}\n{federation.logs()}"
+
+
+@pytest.mark.parametrize("method", [("method=simclr",), BYOL_FEDX], ids=["simclr", "byol+fedx"])
+def test_two_rounds_give_the_weights_of_a_simulation(federation: Federation, method: tuple[str, ...]) -> None:
+    words = (*method, "federation.rounds=2")
+    expected = parts.serial(federation.images, federation.folder / f"serial-{len(method)}", *words)
+    with federation.server(f"two-{len(method)}", *words) as server:
+        assert server.wait() == 0, federation.logs()
+    assert_same(federation, f"two-{len(method)}", expected, rounds=2)
+    private = list((federation.folder / "at-a" / "fedx-site-a").glob("*/round_00002.safetensors"))
+    assert private, federation.logs()
+    assert not list((federation.folder / f"two-{len(method)}" / "clients").glob("*"))
+
+
+def test_a_site_restarts_inside_a_round_with_its_private_state(federation: Federation, undisturbed: Path) -> None:
+    """c is killed while it trains in round 2 and starts again: it is asked again, and nothing shows in the weights."""
+    again = federation.start("c", code=READY + HELD)
+    federation.hold(2)
+    try:
+        with federation.server("restart", *BYOL_FEDX, "federation.rounds=3", code=PATIENT) as server:
+            federation.sites["c"].wait_for("round 2: training")
+            federation.sites["c"].kill()
+            federation.let_go()
+            (again.log.parent / "go").touch()
+            assert server.wait() == 0, federation.logs()
+            assert "site c was away and is asked again" in server.output, federation.logs()
+        assert "starting anew" not in again.output
+        assert "round 2: training" in again.output
+    finally:
+        federation.sites["c"] = again
+    assert_same(federation, "restart", undisturbed, rounds=3)
+
+
+def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Federation, undisturbed: Path) -> None:
+    """Killed inside round 2, and again as soon as round 2 is saved; its SuperLink ends with it and the port is free."""
+    words = (*BYOL_FEDX, "federation.rounds=3")
+    federation.hold(2)
+    with federation.server("killed", *words) as server:
+        federation.sites["c"].wait_for("round 2: training")
+        children = server.children()
+        assert children, federation.logs()
+        server.kill()
+    assert not (federation.folder / "killed" / "checkpoints" / "round_00002").exists(), federation.logs()
+    parts.wait_until(lambda: not any(map(parts.alive, children)), "the SuperLink ends")
+    parts.wait_until(lambda: parts.is_free(federation.port), "the port is free")
+    federation.hold(3)
+    with federation.server("killed", *words) as server:
+        saved = federation.folder / "killed" / "checkpoints" / "round_00002" / "state.json"
+        parts.wait_until(saved.exists, "round 2 is saved")
+        server.kill()
+        assert "going on after round 1 of 3" in server.output
+    federation.let_go()
+    with federation.server("killed", *words) as server:
+        assert server.wait() == 0, federation.logs()
+        assert "going on after round 2 of 3" in server.output
+    assert "starting anew" not in federation.logs()
+    assert_same(federation, "killed", undisturbed, rounds=3)
+
+
+def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
+    """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
+    others = federation.folder / "others"
+    others.mkdir()
+    for name in "ab":
+        (others / name).symlink_to(federation.images / name)
+    words = ("federation.rounds=3",)
+    expected = parts.serial(others, federation.folder / "serial-others", *words)
+    federation.hold(1)
+    with (
+        federation.start("d", images="b", code=BAD_SITE) as bad,
+        federation.server("dropped", *words, clients=4) as server,
+    ):
+        federation.sites["c"].wait_for("round 1: training")
+        federation.sites["c"].kill()
+        federation.let_go()
+        bad.wait_for("round 1: loss")
+        assert server.wait() == 0, federation.logs()
+        for reason in (
+            "round 1: dropped site c: ",
+            "round 1: dropped site d: backbone.conv1.weight holds NaN or infinity",
+            "round 2: dropped site d: backbone.bn1.weight has shape (5,), expected (4,)",
+            "round 3: dropped site d: 1 tensors are unknown, e.g. surprise",
+        ):
+            assert reason in server.output, federation.logs()
+    federation.sites["c"] = federation.start("c")
+    assert_same(federation, "dropped", expected, rounds=3)
+
+
+def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
+    """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
+    a, b, c = (federation.sites[name] for name in "abc")
+    federation.hold(1, "abc")
+    with federation.server("stopped", "federation.rounds=1") as server:
+        for site, number in ((b, signal.SIGINT), (c, signal.SIGTERM)):
+            site.wait_for("round 1: training")
+            site.send(number)
+            assert site.wait() == 0, federation.logs()
+            assert "left the federation; start the same command to join again" in site.output, federation.logs()
+        for name in "bc":
+            server.wait_for(f"round 1: dropped site {name}")
+        children = server.children()
+        assert children
+        server.send(signal.SIGINT)
+        assert server.wait() == 130, federation.logs()
+        assert "the same command goes on after the last finished" in server.output, federation.logs()
+    assert not any(map(parts.alive, children))
+    assert parts.is_free(federation.port)
+    federation.let_go()
+    a.wait_for("cannot be reached")  # It has seen that the server is gone, and waits for it.
+    a.send(signal.SIGINT)
+    assert a.wait() == 0, federation.logs()
+    assert "left the federation" in a.output, federation.logs()
+    assert "Traceback" not in federation.logs(), federation.logs()

@@ -1,0 +1,397 @@
+"""A real SuperLink with TLS and keys, and sites at it: who is let in, and what broken or made-up answers do."""
+
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import federation_parts as parts
+import pytest
+import torch
+from helpers import PATIENCE
+
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedx_pl.cli import sites as commands
+from fedx_pl.cli.main import main
+from fedx_pl.errors import UserError
+from fedx_pl.sites import keys, link, node, wire
+from fedx_pl.sites.link import Link, Reply
+from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+from fedx_pl.sites.wire import Content
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GitWildMatchPattern")]
+
+HELLO = Content({"run": "ab"}, {"w": torch.arange(6.0).reshape(2, 3)})
+
+
+@contextmanager
+def at_the_site() -> Iterator[None]:
+    """Flower has one identity per process; here the coordinator and its sites share one."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    before = TaskIdentity.run_id, TaskIdentity.node_id
+    try:
+        yield
+    finally:
+        TaskIdentity.run_id, TaskIdentity.node_id = before
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return parts.free_port()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, port: int) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    keys.make(folder, "coordinator.example.org", port, ["a", "b"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coordinator(made: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    """On another address than 127.0.0.1, behind a proxy of the house that leads nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+        patch.setenv("NO_PROXY", "")
+        patch.setattr(link, "PATIENCE_SECONDS", 1.0)
+        found = Link(tmp_path_factory.mktemp("run"), "127.0.0.2", port, keys.load_server(made / "server"))
+        yield found
+        found.close()
+
+
+class Joined:
+    """A site at the coordinator."""
+
+    def __init__(self, made: Path, name: str, port: int) -> None:
+        known = keys.load_site(made / "sites" / name)
+        self.node, self.left = Node(f"127.0.0.1:{port}", known.ca, known.private), False
+
+    def next(self) -> node.Incoming:
+        give_up = time.monotonic() + PATIENCE
+        while (found := self.node.next()) is None:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        return found
+
+    def answer(self, incoming: node.Incoming, content: Content) -> None:
+        with at_the_site():
+            self.node.answer(incoming, content)
+
+    def leave(self) -> None:
+        if not self.left:
+            self.node.close(leave=True)
+        self.left = True
+
+
+@pytest.fixture
+def join(coordinator: Link, made: Path, port: int) -> Iterator[Callable[[str], Joined]]:
+    joined = []
+
+    def make(name: str) -> Joined:
+        joined.append(Joined(made, name, port))
+        return joined[-1]
+
+    yield make
+    for one in joined:
+        one.leave()
+
+
+def wait(coordinator: Link, *messages: str, seconds: float = PATIENCE) -> list[Reply]:
+    give_up, found = time.monotonic() + seconds, []
+    while len(found) < len(messages):
+        assert time.monotonic() < give_up, found
+        found += coordinator.receive([one for one in messages if one not in {reply.message for reply in found}])
+        time.sleep(0.05)
+    return found
+
+
+def names(coordinator: Link) -> list[str]:
+    return sorted(seen.name for seen in coordinator.sites())
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_site_gets_in_and_answers(coordinator: Link, join: Callable[[str], Joined]) -> None:
+    site = join("a")
+    (seen,) = coordinator.sites()
+    assert (seen.name, seen.node) == ("a", site.node.number)
+    message = coordinator.send(seen.node, wire.HELLO, HELLO, 600)
+    assert list(coordinator.receive([message])) == []
+    incoming = site.next()
+    assert incoming.kind == wire.HELLO
+    assert incoming.content is not None
+    assert incoming.content.meta == HELLO.meta
+    assert torch.equal(incoming.content.tensors["w"], HELLO.tensors["w"])
+    site.answer(incoming, Content({"site": "a"}, {"w": torch.ones(2)}))
+    (reply,) = wait(coordinator, message)
+    assert reply.content is not None
+    assert reply.content.meta == {"site": "a"}
+    assert torch.equal(reply.content.tensors["w"], torch.ones(2))
+    site.leave()
+    assert coordinator.sites() == []
+
+
+def test_weights_of_some_size_pass(coordinator: Link, join: Callable[[str], Joined]) -> None:
+    """20 MB: Flower cuts them into parts of 5."""
+    site = join("a")
+    large = Content({}, {"w": torch.randn(5_000_000)})
+    message = coordinator.send(site.node.number, wire.TRAIN, large, 600)
+    incoming = site.next()
+    assert incoming.content is not None
+    site.answer(incoming, incoming.content)
+    (reply,) = wait(coordinator, message)
+    assert reply.content is not None
+    assert torch.equal(reply.content.tensors["w"], large.tensors["w"])
+
+
+def test_an_unregistered_key_is_refused(coordinator: Link, made: Path, port: int) -> None:
+    stranger = ec.generate_private_key(ec.SECP384R1())
+    with pytest.raises(Refused):
+        Node(f"127.0.0.1:{port}", made / "sites" / "a" / "ca.crt", stranger)
+    assert coordinator.sites() == []
+
+
+def test_without_a_key_nothing_is_answered(coordinator: Link, made: Path, port: int) -> None:
+    trusted = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    with httpx.Client(verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False) as client:
+        headers = {"content-type": "application/x-protobuf"}
+        for call in ("register-node", "activate-node", "pull-messages", "push-messages", "pull-object"):
+            found = client.post(f"/v1/fleet/{call}", content=b"", headers=headers)
+            assert 400 <= found.status_code < 500, (call, found.text)
+            assert found.status_code == 401 or not found.content or b"node_id" not in found.content
+    assert coordinator.sites() == []
+
+
+def test_a_coordinator_of_another_ca_is_not_trusted(coordinator: Link, made: Path, port: int, tmp_path: Path) -> None:
+    keys.make(tmp_path, "127.0.0.1", port, ["a"])  # The right host, the wrong authority.
+    known = keys.load_site(made / "sites" / "a")
+    with pytest.raises(WrongCertificate, match="not one of this federation's CA"):
+        Node(f"127.0.0.1:{port}", tmp_path / "sites" / "a" / "ca.crt", known.private)
+    (tmp_path / "nonsense.crt").write_text("nonsense")
+    for file in ("nonsense.crt", "missing.crt"):
+        with pytest.raises(WrongCertificate, match="no usable certificate"):
+            Node(f"127.0.0.1:{port}", tmp_path / file, known.private)
+    assert coordinator.sites() == []
+
+
+def test_a_name_that_is_not_the_certificate_s_is_not_trusted(
+    coordinator: Link, made: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HTTPS_PROXY")
+    known = keys.load_site(made / "sites" / "a")
+    with pytest.raises(WrongCertificate, match="not one of this federation's CA"):
+        Node(f"127.0.0.2:{port}", known.ca, known.private)
+
+
+def test_plaintext_is_refused(coordinator: Link, made: Path, port: int) -> None:
+    known = keys.load_site(made / "sites" / "a")
+    with pytest.raises(Unreachable):
+        Node(f"127.0.0.1:{port}", None, known.private)
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as plain:
+        plain.sendall(b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        plain.settimeout(120)
+        assert not plain.recv(100).startswith(b"HTTP/1.1 2")
+    assert coordinator.sites() == []
+
+
+def test_the_command_of_a_site_that_is_not_let_in_ends_and_tells_why(
+    coordinator: Link, made: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(commands, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    keys.make(tmp_path / "keys", "localhost", port, ["stranger"])
+    words = ["federate", "client", "--data", str(tmp_path), "--keys", str(tmp_path / "keys" / "sites" / "stranger")]
+    assert main(words) == 2
+    assert f"localhost:{port} is not the coordinator of this site's keys: its certificate" in capsys.readouterr().err
+    (tmp_path / "keys" / "sites" / "stranger" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"the coordinator at localhost:{port} refuses this site" in error
+    assert "ask there for this site's key in KEYS/server/sites, and see that this machine's clock is right" in error
+    assert coordinator.sites() == []
+
+
+def test_a_key_is_in_use_once_and_its_owner_may_come_back_at_once(
+    coordinator: Link, made: Path, port: int, join: Callable[[str], Joined]
+) -> None:
+    """As after a kill: the SuperLink believes for 20 s that the site is there."""
+    first = join("a")
+    (before,) = coordinator.sites()
+    with pytest.raises(Refused):
+        join("a")
+    known = keys.load_site(made / "sites" / "a")
+    again = Node(f"127.0.0.1:{port}", known.ca, known.private, first.node.number)
+    try:
+        (after,) = coordinator.sites()
+        assert after.node == before.node
+        assert after.since != before.since
+    finally:
+        again.close(leave=True)
+
+
+def test_a_node_that_this_machine_registers_is_no_site(coordinator: Link, made: Path, port: int) -> None:
+    """Flower's Control API is open on this machine; a node that was put in by it is not one of the federation."""
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+
+    private = ec.generate_private_key(ec.SECP384R1())
+    control = coordinator._control()
+    control.RegisterNode(RegisterNodeRequest(public_key=keys.public_pem(private), name="mallory"))
+    control.close()
+    mallory = Node(f"127.0.0.1:{port}", made / "ca.crt", private)
+    assert coordinator.sites() == []
+    mallory.close(leave=True)
+
+
+# --- answers that break off, or are made up ---------------------------------------------------------------------------
+
+
+def test_an_upload_that_stops_keeps_nobody_waiting(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a announces its answer and is cut off; b's answer is there at once. Then a uploads the rest after all."""
+    a, b = join("a"), join("b")
+    lives = 600.0  # A coordinator that waited for a's upload would wait as long as the message lives.
+    asked = {name: coordinator.send(one.node.number, wire.TRAIN, HELLO, lives) for name, one in (("a", a), ("b", b))}
+    incoming = a.next()
+    rest: list[Any] = []
+    monkeypatch.setattr(node, "push_objects", lambda *words, **more: rest.append((words, more)))
+    a.answer(incoming, Content({"site": "a"}, {"w": torch.ones(2)}))
+    monkeypatch.undo()
+    started = time.monotonic()
+    b.answer(b.next(), Content({"site": "b"}, {}))
+    (reply,) = wait(coordinator, asked["b"])
+    assert reply.content is not None
+    assert all(list(coordinator.receive([asked["a"]])) == [] for _ in range(3))
+    assert time.monotonic() - started < lives
+    ((words, more),) = rest
+    node.push_objects(*words, **more)
+    (reply,) = wait(coordinator, asked["a"])
+    assert reply.content is not None
+    assert reply.content.meta == {"site": "a"}
+
+
+def test_an_upload_that_never_comes_is_given_up_when_the_site_is_gone(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    incoming = site.next()
+    monkeypatch.setattr(node, "push_objects", lambda *words, **more: None)
+    site.answer(incoming, Content({"site": "a"}, {}))
+    assert list(coordinator.receive([message])) == []
+    site.leave()
+    assert list(coordinator.receive([message])) == []  # The engine sees that it is gone.
+    assert coordinator.sites() == []
+
+
+def test_made_up_answers_are_refused_and_others_are_read(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    site = join("a")
+
+    def records() -> Iterator[RecordDict]:
+        yield RecordDict({})
+        yield RecordDict({"meta": ConfigRecord({"json": "{}"})})
+        yield RecordDict({"meta": ConfigRecord({"json": 3}), "tensors": ArrayRecord({"blob": blob(b"")})})
+        yield RecordDict({"meta": ConfigRecord({"json": "{"}), "tensors": ArrayRecord({"blob": blob(b"")})})
+        yield RecordDict({"meta": ConfigRecord({"json": "{}"}), "tensors": ArrayRecord({"blob": blob(b"junk" * 9)})})
+
+    def blob(data: bytes) -> Array:
+        return Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
+
+    for record in records():
+        message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+        incoming = site.next()
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "record", lambda _, record=record: record)
+            site.answer(incoming, Content({}, {}))
+        (reply,) = wait(coordinator, message)
+        assert reply.content is None
+        assert reply.error
+        assert not reply.offline
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_an_answer_cannot_pass_for_another_site_s(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """b writes that it replies to a's message: on the envelope, where the SuperLink looks, or in the letter alone."""
+    a, b = join("a"), join("b")
+    asked = {name: coordinator.send(one.node.number, wire.TRAIN, HELLO, 600) for name, one in (("a", a), ("b", b))}
+    incoming, make, to_proto = b.next(), node.Message, node.message_to_proto
+
+    def forge(record: Any, *, reply_to: Any) -> Any:
+        reply = make(record, reply_to=reply_to)
+        reply.metadata.__dict__["_reply_to_message_id"] = asked["a"]
+        return reply
+
+    def envelope(message: Any) -> Any:
+        proto = to_proto(message)
+        proto.metadata.reply_to_message_id = asked["a" if where == "outside" else "b"]
+        return proto
+
+    monkeypatch.setattr(node, "Message", forge)
+    monkeypatch.setattr(node, "message_to_proto", envelope)
+    b.answer(incoming, Content({"site": "b"}, {}))
+    monkeypatch.undo()
+    replies = coordinator.receive(list(asked.values()))
+    assert [reply.message for reply in replies] == ([asked["b"]] if where == "inside" else [])
+    a.answer(a.next(), Content({"site": "a"}, {}))
+    (reply,) = wait(coordinator, asked["a"])
+    assert reply.content is not None
+    assert reply.content.meta == {"site": "a"}
+
+
+def test_words_in_an_error_do_not_reach_the_terminal_as_commands(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.app.error import Error
+
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    incoming, make = site.next(), node.Message
+    monkeypatch.setattr(node, "Message", lambda record, *, reply_to: make(Error(0, "\x1b[2Jboo\n"), reply_to=reply_to))
+    site.answer(incoming, Content({}, {}))
+    (reply,) = wait(coordinator, message)
+    assert (reply.content, reply.error, reply.offline) == (None, "?[2Jboo", False)
+
+
+def test_a_message_to_a_site_that_has_left_is_answered_for_it(coordinator: Link, join: Callable[[str], Joined]) -> None:
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    site.leave()
+    late = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    replies = wait(coordinator, message, late)
+    assert all(reply.offline and reply.content is None for reply in replies)
+    assert {reply.error for reply in replies} == {wire.GONE}
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_superlink_that_dies_is_told_and_the_port_is_free(coordinator: Link, made: Path, port: int) -> None:
+    """Last, as nobody can use it afterwards."""
+    os.kill(coordinator._process.pid, signal.SIGKILL)
+    coordinator._process.wait(timeout=120)
+    for call in (
+        coordinator.sites,
+        lambda: list(coordinator.receive(["x"])),
+        lambda: coordinator.send(1, "query", HELLO, 9),
+    ):
+        with pytest.raises(UserError, match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on"):
+            call()
+    socket.create_server(("0.0.0.0", port)).close()

@@ -1,0 +1,405 @@
+"""A site by itself: what it refuses, what it remembers, and what it tells."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import federation_parts as parts
+import numpy as np
+import pytest
+import torch
+from helpers import THREADS
+from PIL import Image
+from safetensors.torch import load_file
+
+from fedx_pl.config.compose import Config, compose
+from fedx_pl.federation.client import ClientMemory, LocalTrainer
+from fedx_pl.methods.base import State
+from fedx_pl.sites import wire
+from fedx_pl.sites.site import KEPT_ROUNDS, Memories, Site, offer
+from fedx_pl.sites.wire import Content
+
+RUN = "0123456789abcdef"
+MakeSite = Callable[..., Site]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parts.make_images(tmp_path_factory.mktemp("sites"), {"a": 24}) / "a"
+
+
+@pytest.fixture
+def make_site(images: Path, tmp_path: Path) -> MakeSite:
+    """Sites on one state folder: a second one is the first after a restart."""
+
+    def make(*own: str, said: list[str] | None = None, allow_code: bool = False) -> Site:
+        words = [f"data.root={images}", f"data.cache={tmp_path / 'cache'}", f"run.threads={THREADS}", *own]
+        report = (lambda line: None) if said is None else said.append
+        return Site("a", tmp_path / "state", words, report, allow_code=allow_code)
+
+    return make
+
+
+def config(*words: str) -> Config:
+    return compose([*parts.WORDS, *parts.BYOL_FEDX, "federation.rounds=5", *words])
+
+
+def hello(*words: str, **changed: Any) -> Content:
+    return Content({"run": RUN, "config": offer(config(*words), 3, 16) | changed}, {})
+
+
+def train(state: State, round: int = 1, last_round: int = 0, **changed: Any) -> Content:
+    meta = {"run": RUN, "round": round, "client": 0, "last_round": last_round, "steps": 0, "epochs": 0, "health": False}
+    return Content(meta | changed, state)
+
+
+def error(site: Site, kind: str, content: Content) -> str:
+    found = site.answer(kind, content)
+    assert not found.tensors
+    assert found.meta["site"] == "a"
+    return str(found.meta["error"])
+
+
+# --- images of more than 8 bits per value ---------------------------------------------------------------------------
+
+
+def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_path: Path) -> None:
+    """Or a value would mean one thing here and another elsewhere."""
+    (tmp_path / "deep").mkdir()
+    for number in range(4):
+        values = np.linspace(0, 1000 * number + 9, 256).astype(np.uint16).reshape(16, 16)
+        Image.fromarray(values).save(tmp_path / f"deep/{number}.png")
+    root = f"data.root={tmp_path / 'deep'}"
+    said: list[str] = []
+    refusal = error(make_site(root, said=said), wire.HELLO, hello())
+    assert "data.value_range=[LOW,HIGH]" in refusal
+    assert "3009" not in refusal  # what its pixels are is the site's own business
+    assert any("0..3009" in line for line in said)
+    for site, told in (
+        (make_site(root), hello("data.value_range=[0,4095]")),
+        (make_site(root, "data.value_range=[0,9999]"), hello("data.value_range=[0,4095]")),  # the coordinator's counts
+        (make_site(root, "data.value_range=[0,4095]"), hello()),
+        (make_site(root), hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"])),  # of the coordinator's images
+    ):
+        assert site.answer(wire.HELLO, told).meta["images"] == 4
+        assert site.plan.data.value_range == (0, 4095)
+
+
+# --- a round ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_site_trains_on_all_its_images_with_or_without_a_gpu(make_site: MakeSite) -> None:
+    assert make_site().own.data.limit == 0
+    assert make_site("data.limit=10").own.data.limit == 10
+
+
+def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    assert site.answer(wire.HELLO, hello()).meta == {"site": "a", "images": 24}
+    first = site.plan.first_state()
+    found = site.answer(wire.TRAIN, train(first, health=True))
+    assert found.meta["site"] == "a"
+    assert found.meta["images"] == 24
+    assert found.meta["last_round"] == 1
+    assert found.meta["steps"] == 3  # 24 images in batches of 16 - 8 for the relation batch
+    assert found.meta["remembered"] is True
+    assert "total" in found.meta["losses"]
+    assert all(math.isfinite(value) for value in found.meta["losses"].values())
+    assert found.meta["metrics"].keys() == {"lr", "angle", "rankme", "uniformity", "feature_std", "alignment"}
+    assert found.tensors.keys() == first.keys()
+    assert not parts.same(found.tensors, first)
+    assert wire.unpack(*wire.pack(found)).meta["losses"].keys() == found.meta["losses"].keys()
+    assert said == [
+        "joined run 0123456789abcdef: byol with FedX on 24 images of this site",
+        "round 1: training",
+        f"round 1: loss {found.meta['losses']['total']:.3f}, 24 images seen",
+    ]
+
+
+def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
+    make_site: MakeSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve times the same picture first: if only they were looked at, the encoder would seem to have collapsed."""
+    folder = parts.make_images(tmp_path, {"a": 24}) / "a"
+    first, *others = sorted(folder.rglob("*.png"))
+    for file in others[:11]:
+        shutil.copy(first, file)
+    monkeypatch.setattr("fedx_pl.sites.site.HEALTH_IMAGES", 12)
+    site = make_site(f"data.root={folder}")
+    site.answer(wire.HELLO, hello())
+    found = site.answer(wire.TRAIN, train(site.plan.first_state(), health=True))
+    assert found.meta["metrics"]["rankme"] > 2
+
+
+def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(make_site: MakeSite) -> None:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    plan = site.plan
+    site.answer(wire.HELLO, hello())
+    assert site.plan is plan
+    site.answer(wire.HELLO, hello("optim.lr=0.5"))
+    assert site.plan.config.optim.lr == 0.5
+
+
+def test_private_state_survives_a_restart(make_site: MakeSite) -> None:
+    """Two rounds of one site, and the same two with a new process in between: the same weights and target network."""
+    staying = make_site()
+    staying.answer(wire.HELLO, hello())
+    first = staying.plan.first_state()
+    one = staying.answer(wire.TRAIN, train(first))
+    told = {"last_round": 1, "steps": one.meta["steps"], "epochs": 1}
+    two = staying.answer(wire.TRAIN, train(one.tensors, 2, **told))
+    kept = load_file(staying.state / RUN / "round_00002.safetensors")
+    assert kept
+
+    restarted = make_site()
+    restarted.answer(wire.HELLO, hello())
+    again = restarted.answer(wire.TRAIN, train(one.tensors, 2, **told))
+    assert parts.same(again.tensors, two.tensors)
+    assert parts.same(load_file(staying.state / RUN / "round_00002.safetensors"), kept)
+    assert again.meta["remembered"] is True
+    assert again.meta["steps"] == 2 * one.meta["steps"]
+    without = restarted.answer(wire.TRAIN, train(one.tensors, 2))
+    assert not parts.same(without.tensors, two.tensors)  # So it did depend on it.
+
+
+def test_lost_private_state_starts_anew_and_is_told_to_both_sides(make_site: MakeSite) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    first = site.plan.first_state()
+    found = site.answer(wire.TRAIN, train(first, 3, last_round=2, steps=6, epochs=2))
+    assert found.meta["remembered"] is False
+    assert "the private state of round 2 is not here; starting anew" in said
+    assert parts.same(found.tensors, make_new(make_site).answer(wire.TRAIN, train(first, 3)).tensors)
+
+
+def make_new(make_site: MakeSite) -> Site:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    return site
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_code_of_the_coordinator_s_choice_is_refused(make_site: MakeSite, tmp_path: Path, monkeypatch: Any) -> None:
+    """The module is there and would leave a trace if it were imported."""
+    trace = tmp_path / "trace"
+    (tmp_path / "evil_method.py").write_text(f"open({str(trace)!r}, 'w')\nfrom fedx_pl.methods.simclr import SimCLR\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    greeting = hello(method={"name": "evil_method:SimCLR"}, fedx={"enabled": False})
+    assert "--allow-code" in error(make_site(), wire.HELLO, greeting)
+    assert not trace.exists()
+    assert "error" not in make_site(allow_code=True).answer(wire.HELLO, greeting).meta
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("method", [None, [], "simclr", {"name": 3}, {"name": None}, {}, {"name": "nonsense"}])
+def test_methods_that_are_none_are_refused(make_site: MakeSite, method: Any) -> None:
+    assert error(make_site(), wire.HELLO, hello(method=method))
+
+
+@pytest.mark.parametrize("section", ["run", "engine", "fedca", "evaluation", "name", "nonsense"])
+def test_sections_that_are_not_the_coordinator_s_are_refused(make_site: MakeSite, section: str) -> None:
+    assert f"not the coordinator's to set: {section}" in error(make_site(), wire.HELLO, hello(**{section: {}}))
+
+
+def test_the_coordinator_cannot_say_where_images_lie(make_site: MakeSite, images: Path, tmp_path: Path) -> None:
+    site = make_site("run.device=cpu")
+    data = {"root": str(tmp_path), "cache": "/nowhere", "labels": "folders", "test_root": "/etc", "limit": 1}
+    assert site.answer(wire.HELLO, hello(data=data | {"image_size": 16})).meta == {"site": "a", "images": 24}
+    assert site.plan.config.data.root == str(images)
+    assert site.plan.config.data.labels == "none"
+    assert site.plan.config.data.limit == 0
+    assert site.plan.config.run.device == "cpu"
+
+
+def test_a_configuration_cannot_ask_for_the_site_s_environment(make_site: MakeSite, monkeypatch: Any) -> None:
+    """OmegaConf resolves ${oc.env:NAME}; a wrong value's error message would carry it to the coordinator."""
+    monkeypatch.setenv("FEDX_TEST_SECRET", "hunter2")
+    for changed in (
+        {"augment": {"crop": "${oc.env:FEDX_TEST_SECRET}"}},
+        {"method": {"name": "${oc.env:FEDX_TEST_SECRET}"}},
+        {"data": {"mean": ["${oc.env:FEDX_TEST_SECRET}"]}},
+        {"optim": {"${oc.env:FEDX_TEST_SECRET}": 1}},
+    ):
+        assert "hunter2" not in error(make_site(), wire.HELLO, hello(**changed))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {}, {"run": RUN}, {"config": {}}, {"run": "../../up", "config": {}}, {"run": 3, "config": {}},
+        {"run": RUN, "config": []}, {"run": RUN, "config": {}}, {"run": "a" * 65, "config": {}},
+        {"run": RUN, "config": {"method": {"name": "simclr"}, "federation": 5}},
+        {"run": RUN, "config": {"method": {"name": "simclr"}, "seed": "${seed}"}},
+    ],
+)  # fmt: skip
+def test_greetings_that_make_no_sense_are_answered_with_the_reason(make_site: MakeSite, meta: dict[str, Any]) -> None:
+    site = make_site()
+    assert error(site, wire.HELLO, Content(meta, {}))
+    assert not list(site.state.parent.glob("up*"))
+
+
+def test_training_before_a_greeting_is_not_answered(make_site: MakeSite) -> None:
+    """The site was away, and the coordinator does not know yet; an error would count against the site."""
+    site = make_site()
+    assert site.answer(wire.TRAIN, train({})) is None
+    site.answer(wire.HELLO, hello())
+    assert site.answer(wire.TRAIN, train(site.plan.first_state(), run="f" * 16)) is None
+    assert error(site, wire.HELLO, hello(method={"name": "nonsense"}))
+    assert site.answer(wire.TRAIN, train({})) is None  # A greeting that failed is none.
+    assert not site.state.exists()
+
+
+def test_messages_of_another_kind_are_refused(make_site: MakeSite) -> None:
+    assert "kind 'evaluate'" in error(make_site(), "evaluate", hello())
+
+
+def test_weights_of_another_network_are_refused(make_site: MakeSite) -> None:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    state = site.plan.first_state()
+    name = "backbone.conv1.weight"
+    assert f"{name} is only on one side" in error(
+        site, wire.TRAIN, train({key: value for key, value in state.items() if key != name})
+    )
+    assert "extra is only on one side" in error(site, wire.TRAIN, train(state | {"extra": torch.ones(1)}))
+    assert "has shape (1,)" in error(site, wire.TRAIN, train(state | {name: torch.ones(1)}))
+    assert "torch.float64" in error(site, wire.TRAIN, train(state | {name: state[name].double()}))
+
+
+def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    for changed in ({"round": 0}, {"round": "1"}, {"client": -1}, {"client": True}, {"last_round": 1.5}):
+        assert f"{next(iter(changed))}=" in error(site, wire.TRAIN, train(site.plan.first_state(), **changed))
+
+
+def test_an_empty_folder_is_told_to_both_sides(make_site: MakeSite, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    said: list[str] = []
+    site = make_site(f"data.root={tmp_path / 'empty'}", said=said)
+    assert "no images in" in error(site, wire.HELLO, hello())
+    assert "start this site again" in said[-1]
+
+
+def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_well(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    first = site.plan.first_state()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory at /home/someone")
+
+    monkeypatch.setattr(LocalTrainer, "run", fail)
+    assert error(site, wire.TRAIN, train(first)) == "RuntimeError; the site's own terminal tells more"
+    assert "CUDA out of memory" in said[-1]
+    monkeypatch.undo()
+    assert "error" not in site.answer(wire.TRAIN, train(first)).meta
+
+
+def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
+    reason = error(make_site(), wire.HELLO, hello(**{"\x1b[2Jevil\n" + "x" * 3000: {}}))
+    assert wire.text({"error": reason}, "error") == reason
+
+
+# --- private state on disk --------------------------------------------------------------------------------------------
+
+
+def memory(round: int) -> ClientMemory:
+    return ClientMemory({"target": torch.full((2, 3), float(round))}, round)
+
+
+def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
+    for round in (1, 2, 3):
+        Memories(tmp_path).save(memory(round))
+    found = Memories(tmp_path).load(2)
+    assert found is not None
+    assert parts.same(found, {"target": torch.full((2, 3), 2.0)})
+
+
+def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
+    """The newest was trained, but its update was lost: the coordinator asks for the one before, and may do so twice."""
+    kept, newest = Memories(tmp_path), KEPT_ROUNDS + 3
+    for round in range(1, newest + 1):
+        kept.save(memory(round))
+    assert kept.load(newest - 1) is not None
+    left = [f"round_{round:05d}" for round in range(2, newest + 1)]  # From KEPT_ROUNDS before the one asked for.
+    assert sorted(file.stem for file in tmp_path.glob("*.safetensors")) == left
+    kept.save(memory(newest))
+    assert len(json.loads((tmp_path / "memory.json").read_text())) == len(left)
+    assert kept.load(newest - 1) is not None
+    assert kept.load(newest) is not None
+    assert kept.load(1) is None
+
+
+def test_a_site_that_keeps_nothing_is_found_all_the_same(tmp_path: Path) -> None:
+    Memories(tmp_path).save(ClientMemory({}, 1))
+    assert Memories(tmp_path).load(1) == {}
+
+
+def damage_bytes(folder: Path) -> None:
+    file = folder / "round_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_bytes,
+        lambda folder: (folder / "round_00001.safetensors").unlink(),
+        lambda folder: (folder / "round_00001.safetensors").write_bytes(b""),
+        lambda folder: (folder / "memory.json").unlink(),
+        lambda folder: (folder / "memory.json").write_text('{"1": '),
+        lambda folder: (folder / "memory.json").write_text("[]"),
+        lambda folder: (folder / "memory.json").write_text('{"1": null, "x": 3}'),
+    ],
+)
+def test_what_is_damaged_or_missing_is_not_there(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    kept = Memories(tmp_path)
+    kept.save(memory(1))
+    damage(tmp_path)
+    assert kept.load(1) is None
+    kept.save(memory(2))  # And the next round is kept as ever.
+    assert kept.load(2) is not None
+
+
+@pytest.mark.parametrize("killed_at", ["round_00002.safetensors", "memory.json"])
+def test_a_site_killed_while_it_saves_has_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """Its update of round 2 has not left: the coordinator asks for round 1's state, then for round 2's when it came."""
+    kept = Memories(tmp_path)
+    kept.save(memory(1))
+    from fedx_pl.sites import site as module
+
+    write = module.write_atomically
+
+    def die(path: Path, content: bytes) -> None:
+        if path.name == killed_at:
+            (path.parent / f".{path.name}.1.tmp").write_bytes(content[: len(content) // 2])
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(module, "write_atomically", die)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save(memory(2))
+    monkeypatch.undo()
+    again = Memories(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+    assert again.load(1) is not None
+    again.save(memory(2))
+    found = again.load(2)
+    assert found is not None
+    assert parts.same(found, {"target": torch.full((2, 3), 2.0)})
