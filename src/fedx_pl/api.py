@@ -86,7 +86,7 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     console = progress.make_console()
     console.print(announcement(config), soft_wrap=True)
     plan = prepare(config)
-    with progress.Terminal(console, config.federation.rounds) as display:
+    with progress.Terminal(console, config.federation.rounds, plan.evaluator.due) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= config.federation.rounds and plan.lacks_gpu:

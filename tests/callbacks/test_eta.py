@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import every_round
 from rich.console import Console
 
 from fedx_pl.callbacks.eta import Eta, Pace
@@ -41,7 +42,7 @@ def left(eta: Eta) -> float:
 def test_it_follows_the_rate_of_late() -> None:
     """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left. The mean of the run would say 3 min."""
     clock = Clock()
-    eta = Eta(1, clock)
+    eta = Eta(1, every_round, clock)
     eta.expect(2000, finished=0)
     eta.start(1, 0.0, 0)
     assert eta.seconds() is None
@@ -55,7 +56,7 @@ def test_it_follows_the_rate_of_late() -> None:
 
 def test_it_grows_while_the_next_step_is_late() -> None:
     clock = Clock()
-    eta = Eta(1, clock)
+    eta = Eta(1, every_round, clock)
     eta.expect(1000, finished=0)
     eta.start(1, 0.0, 0)
     steps(eta, clock, 500, 0.1)
@@ -78,34 +79,30 @@ def test_between_seldom_reports_it_counts_down() -> None:
     assert pace.seconds_for(1600) == pytest.approx(910)
 
 
-def test_a_resumed_round_counts_only_what_this_process_trains() -> None:
-    """Two clients of 100 steps in each of two rounds. One had finished: 100 steps here at 1 s, 200 to come."""
+@pytest.mark.parametrize("expected_steps", [0, 400])
+def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: int) -> None:
+    """Two clients of 100 steps of 1 s in each of two rounds. One had finished: one to train here, then two.
+
+    It is the same where nobody tells of steps, as in a federation of sites.
+    """
     clock = Clock()
-    eta = Eta(2, clock)
-    eta.expect(400, finished=0)
+    eta = Eta(2, every_round, clock)
+    if expected_steps:
+        eta.expect(expected_steps, finished=0)
     eta.start(1, 0.5, 100)
     steps(eta, clock, 50, 1.0)
-    assert left(eta) == pytest.approx(250)
+    assert eta.seconds() == (pytest.approx(250) if expected_steps else None)
     steps(eta, clock, 50, 1.0)
     eta.client(1.0)
+    assert left(eta) == pytest.approx(200)
     eta.row(1, 0.0)
     assert left(eta) == pytest.approx(200)
-
-
-def test_a_resumed_federation_counts_only_what_this_process_trains() -> None:
-    """Rounds tell the time: half a round in 50 s, one and a half to come."""
-    clock = Clock()
-    eta = Eta(4, clock)
-    eta.start(3, 0.5, 0)
-    clock.pass_by(50)
-    eta.client(1.0)
-    assert left(eta) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("expected_steps", [0, 300])
 def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
     clock = Clock()
-    eta = Eta(3, clock)
+    eta = Eta(3, every_round, clock)
     if expected_steps:
         eta.expect(expected_steps, finished=0)
     clock.pass_by(3600)
@@ -122,7 +119,7 @@ def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
 def test_evaluations_are_part_of_it() -> None:
     """Each round trains for 10 s and evaluates for 20 s; before the first, the untrained network's time is taken."""
     clock = Clock()
-    eta = Eta(3, clock)
+    eta = Eta(3, every_round, clock)
     eta.expect(30, finished=0)
     eta.row(0, 30.0)
     eta.start(1, 0.0, 0)
@@ -142,10 +139,57 @@ def test_evaluations_are_part_of_it() -> None:
     assert left(eta) == pytest.approx(30)
 
 
+def train(eta: Eta, clock: Clock, round_number: int, evaluating: float) -> None:
+    """A round of three steps of 1 s, and what follows it."""
+    eta.start(round_number, 0.0, 0)
+    steps(eta, clock, 3, 1.0)
+    eta.client(1.0)
+    clock.pass_by(evaluating)
+    eta.row(round_number, evaluating)
+
+
+def test_only_rounds_that_evaluate_count_for_it() -> None:
+    """32 rounds of 3 s, four of which evaluate for 12 s: 144 s, whatever the empty evaluations between them took."""
+    clock = Clock()
+    eta = Eta(32, lambda number, rounds: (number % 8 == 0, number % 8 == 0), clock)
+    eta.expect(96, finished=0)
+    eta.row(0, 12.0)
+    eta.start(1, 0.0, 0)
+    steps(eta, clock, 1, 1.0)
+    assert left(eta) == pytest.approx(95 + 4 * 12)
+    for number in range(1, 32):
+        train(eta, clock, number, evaluating=12.0 if number % 8 == 0 else 0.0)
+        assert left(eta) == pytest.approx(3 * (32 - number) + 12 * (4 - number // 8))
+
+
+def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
+    """Every round has kNN (2 s), every third a linear probe, too (12 s); none of them is like the untrained one."""
+    clock = Clock()
+    eta = Eta(6, lambda number, rounds: (True, number % 3 == 0), clock)
+    eta.expect(18, finished=0)
+    eta.row(0, 10.0)
+    train(eta, clock, 1, evaluating=2.0)
+    assert left(eta) == pytest.approx(5 * 3 + 3 * 2 + 2 * 10)
+    train(eta, clock, 2, evaluating=2.0)
+    train(eta, clock, 3, evaluating=12.0)
+    assert left(eta) == pytest.approx(3 * 3 + 2 * 2 + 12)
+
+
+def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
+    """It does not measure the untrained network again; a probe that is still to come takes as long as kNN."""
+    clock = Clock()
+    eta = Eta(4, lambda number, rounds: (number > 2, number == rounds), clock)
+    eta.expect(9, finished=1)
+    train(eta, clock, 2, evaluating=0.0)
+    assert left(eta) == pytest.approx(2 * 3)
+    train(eta, clock, 3, evaluating=5.0)
+    assert left(eta) == pytest.approx(3 + 5)
+
+
 def test_clients_that_never_reported_do_not_stay_in_it() -> None:
     """Of two clients of 50 steps one is lost; after the last round nothing is left."""
     clock = Clock()
-    eta = Eta(2, clock)
+    eta = Eta(2, every_round, clock)
     eta.expect(200, finished=0)
     for number in (1, 2):
         eta.start(number, 0.0, 0)
@@ -164,7 +208,7 @@ def test_the_display_does_not_count_the_wait_for_sites() -> None:
     clock = Clock()
     console = Console(width=80, color_system=None, file=io.StringIO())
     row: dict[str, Any] = {"images_per_second": 10.0, "round_seconds": 10.0}
-    with Terminal(console, rounds=3, clock=clock) as display:
+    with Terminal(console, 3, every_round, clock) as display:
         clock.pass_by(3600)
         display.start(1, 0, 2, 0)
         clock.pass_by(5)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import every_round
 from rich.console import Console
 
 from fedx_pl.callbacks import progress
@@ -43,7 +44,7 @@ def lines_of(console: Console) -> list[str]:
 
 
 def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console) -> None:
-    with Terminal(live, rounds=20) as display:
+    with Terminal(live, 20, every_round) as display:
         display.expect(1000, first=3)
         display.step(300)
         display.client(3, 4, 10, update())
@@ -57,7 +58,7 @@ def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console
 
 
 def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Console) -> None:
-    with Terminal(live, rounds=2) as display:
+    with Terminal(live, 2, every_round) as display:
         display.expect(10)
         display.client(1, 5, 5, update())
         display._progress.refresh()
@@ -71,7 +72,7 @@ def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Consol
 
 
 def test_rounds_make_the_bar_where_nobody_tells_of_steps(live: Console) -> None:
-    with Terminal(live, rounds=4) as display:
+    with Terminal(live, 4, every_round) as display:
         display.client(1, 1, 2, update())
         display.client(1, 2, 2, None)  # Dropped: the loss of the one before stays.
         display._progress.refresh()
@@ -80,7 +81,7 @@ def test_rounds_make_the_bar_where_nobody_tells_of_steps(live: Console) -> None:
 
 
 def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> None:
-    with Terminal(live, rounds=20) as display:
+    with Terminal(live, 20, every_round) as display:
         display.expect(1000)
         for worker in range(1, 9):
             display.working(f"worker {worker}", 10 * worker)
@@ -105,7 +106,7 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
 ) -> None:
     monkeypatch.setenv(variable, value)
     screen = console(terminal_there)
-    with Terminal(screen, rounds=2) as display:
+    with Terminal(screen, 2, every_round) as display:
         display.expect(10)
         display.step(5)
         display.client(1, 1, 2, update())

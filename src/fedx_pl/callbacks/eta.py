@@ -2,9 +2,13 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 WINDOW_SECONDS = 30.0  # Older work counts less and less for the rate.
+
+Kind = tuple[bool, bool]  # of an evaluation: with kNN, with a linear probe
+Due = Callable[[int, int], Kind]  # what is measured after a round, given its number and that of the last one
 
 
 class Pace:
@@ -60,23 +64,25 @@ class Pace:
 
 
 class Eta:
-    """Seconds left of a run of several rounds, each of which trains and then evaluates."""
+    """Seconds left of a run of several rounds, each of which trains, and some of which then evaluate."""
 
-    def __init__(self, rounds: int, clock: Callable[[], float]) -> None:
+    def __init__(self, rounds: int, due: Due, clock: Callable[[], float]) -> None:
         """Starts before the first round.
 
         Args:
             rounds: of the whole run.
+            due: which rounds evaluate what, as `Evaluator.due`.
             clock: seconds, from any origin.
         """
         self.rounds, self.steps = rounds, 0
         self.clock = clock
         self.done = 0.0  # steps, or rounds where nobody tells of steps; also those of an earlier process
+        self._due = due
         self._pace = Pace(clock)
         self._finished = self._before = 0  # rounds in all, and by an earlier process
         self._evaluating: float | None = None  # since when
-        self._untrained = 0.0  # seconds of the evaluation before the first round
-        self._evaluations: list[float] = []  # seconds of each since then
+        self._first: float | None = None  # seconds of this process' first evaluation, mostly of the untrained network
+        self._evaluations: dict[Kind, list[float]] = {}  # seconds after each trained round: saving them takes some, too
 
     @property
     def total(self) -> float:
@@ -124,10 +130,13 @@ class Eta:
     def row(self, round_number: int, evaluated: float) -> None:
         """A round is done and saved; round 0 is the evaluation of the untrained network, which took so long."""
         if not round_number:
-            self._untrained = evaluated
+            self._first = evaluated
             return
         if self._evaluating is not None:
-            self._evaluations.append(self.clock() - self._evaluating)
+            kind, seconds = self._due(round_number, self.rounds), self.clock() - self._evaluating
+            self._evaluations.setdefault(kind, []).append(seconds)
+            if any(kind) and self._first is None:  # A resumed run does not measure the untrained network again.
+                self._first = seconds
         self._pace.stop()
         self._finished, self._evaluating = round_number, None
         # Clients that were drawn may be smaller or larger than expected, and some are dropped: count anew.
@@ -139,8 +148,20 @@ class Eta:
         training = self._pace.seconds_for(max(self.total - self.done, 0.0))
         if training is None:
             return None
-        usual = statistics.fmean(self._evaluations) if self._evaluations else self._untrained
-        left = (self.rounds - self._finished) * usual
+        following = range(self._finished + 1, self.rounds + 1)
+        kinds = Counter(self._due(number, self.rounds) for number in following)
+        left = sum(count * self._usual(kind) for kind, count in kinds.items())
         if self._evaluating is not None:
+            usual = self._usual(self._due(self._finished + 1, self.rounds))
             left -= min(self.clock() - self._evaluating, usual)
         return training + max(left, 0.0)
+
+    def _usual(self, kind: Kind) -> float:
+        """Seconds after a round with such an evaluation.
+
+        A kind that was not there yet is taken for as long as the first evaluation: that of the untrained network
+        measures everything, so that it errs on the long side.
+        """
+        if kind in self._evaluations:
+            return statistics.fmean(self._evaluations[kind])
+        return (self._first or 0.0) if any(kind) else 0.0

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fedx_pl.callbacks.eta import Eta
+from fedx_pl.callbacks.eta import Due, Eta
 from fedx_pl.federation.client import Update
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
@@ -56,16 +56,17 @@ class Terminal:
     Losses and images per second are of the clients that are done: those of every step stay on the device until then.
     """
 
-    def __init__(self, console: Console, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, rounds: int, due: Due, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepares the display.
 
         Args:
             console: where to write.
             rounds: of the whole run.
+            due: which rounds evaluate what, for the ETA.
             clock: seconds, from any origin.
         """
         self.console, self.rounds = console, rounds
-        self._clock, self._left = clock, Eta(rounds, clock)
+        self._clock, self._left = clock, Eta(rounds, due, clock)
         self._round_started = self._last_line = clock()
         self._images, self._rate, self._loss, self._terms = 0, "", "", ""
         self._of, self._workers = 0, dict[str, str]()

@@ -81,7 +81,7 @@ def _coordinate(options: argparse.Namespace) -> None:
             engine.book.expect(sorted(known.sites))
         return engine
 
-    with progress.Terminal(console, config.federation.rounds) as display:
+    with progress.Terminal(console, config.federation.rounds, plan.evaluator.due) as display:
         result = Orchestrator(plan, display, make_engine).run()
     summary(result, console)
 

@@ -44,7 +44,7 @@ def _train(options: argparse.Namespace, console: Console) -> None:
         return
     # Before the run folder is made: whoever says no should find nothing left behind.
     seconds = None if options.yes else _confirmed_seconds(plan, console)
-    with progress.Terminal(console, rounds) as display:
+    with progress.Terminal(console, rounds, plan.evaluator.due) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
         if first <= rounds:
