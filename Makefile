@@ -25,6 +25,7 @@ help:  ## List the targets
 	@echo "    PROFILE=paper takes weeks without a GPU, and asks before it starts; ARGS=--yes does not ask"
 	@echo "make EXPERIMENT [PROFILE=auto|paper|mini] [SEEDS=0,1,2] [JOBS=1]   all runs of a table or figure, then the report"
 	@echo "    EXPERIMENT: $(EXPERIMENTS)"
+	@echo "    PROFILE=paper asks here, too; ARGS=--yes does not ask"
 	@awk -F ':.*## *' '/^[a-z][a-z-]*:.*##/ { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # byol-fedx on cifar10 is nothing but: data=cifar10 method=byol fedx=true

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedx_pl.config.build import prepare
+from fedx_pl.config.build import lacks_gpu, prepare
 from fedx_pl.config.compose import compose, flat
 from fedx_pl.trainer import Orchestrator, Result, Silent
 
@@ -89,7 +89,7 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     with progress.Terminal(console, config.federation.rounds, plan.evaluator.due) as display:
         orchestrator = Orchestrator(plan, display)
         first = orchestrator.state.round + 1
-        if first <= config.federation.rounds and plan.lacks_gpu:
+        if first <= config.federation.rounds and lacks_gpu(config):
             display.note(expectation(plan, plan.estimate_seconds(first)))
         display.expect(plan.steps_between(first, config.federation.rounds), first)
         return Federation(orchestrator.run())

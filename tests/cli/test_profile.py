@@ -9,12 +9,15 @@ from typing import TextIO
 
 import pytest
 import torch
+from helpers import definition
 
 from fedx_pl import federate
+from fedx_pl.cli import confirm
 from fedx_pl.cli import main as cli
-from fedx_pl.cli import train
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.compose import Config, compose
+from fedx_pl.experiments.sweep import Sweep
+from fedx_pl.federation import estimate
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -37,7 +40,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
 @pytest.fixture
 def long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any run counts as a long one, so that the test need not wait for one."""
-    monkeypatch.setattr(train, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(confirm, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.001)
 
 
 def test_the_profile_is_the_machine_s_unless_one_is_named() -> None:
@@ -102,6 +106,79 @@ def test_on_a_terminal_a_long_run_without_a_gpu_waits_for_an_answer(
 @without_gpu
 def test_a_short_run_of_the_paper_s_profile_is_not_asked_about(tiny: list[str]) -> None:
     assert cli.main(["train", *tiny, "federation.rounds=1"]) == 0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The runs of each sweep that was started; none of them is run."""
+    found: list[int] = []
+
+    def run(sweep: Sweep) -> list[object]:
+        found.append(len(sweep.waiting))
+        return []
+
+    monkeypatch.setattr(Sweep, "run", run)
+    return found
+
+
+def sweep_of(tiny: list[str], tmp_path: Path, first: str = "plain: method=simclr") -> list[str]:
+    """The command of a sweep of two runs."""
+    where = [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
+    what = " ".join(word for word in tiny if word not in where and not word.startswith(("run.", "profile=")))
+    text = f"title: mine\nbase: {what}\naxes:\n  variant: {{{first}, + FedX: fedx=true}}\n"
+    return ["sweep", str(definition(tmp_path / "experiments", text)), "profile=paper", *where]
+
+
+@without_gpu
+@pytest.mark.usefixtures("long_runs")
+def test_a_long_sweep_without_a_gpu_needs_a_yes_where_nobody_can_be_asked(
+    tiny: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = sweep_of(tiny, tmp_path)
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert "profile paper: made for a GPU, and there is none here" in shown.out
+    assert "All runs take about " in shown.out
+    assert shown.err.startswith("error: profile=paper takes about ")
+    assert "add --yes" in shown.err
+    assert "profile=mini" in shown.err
+    assert not (tmp_path / "runs").exists()
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "All runs take" not in capsys.readouterr().out
+    assert started == []
+    assert cli.main([*words, "--yes"]) == 0
+    assert started == [2]
+
+
+@without_gpu
+@pytest.mark.usefixtures("long_runs")
+def test_on_a_terminal_a_long_sweep_without_a_gpu_waits_for_an_answer(
+    tiny: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(monkeypatch) as keyboard:
+        for answer, code in (("n\n", 2), ("y\n", 0)):
+            keyboard.write(answer)
+            keyboard.flush()
+            assert cli.main(sweep_of(tiny, tmp_path)) == code
+            assert started == ([2] if code == 0 else [])
+
+
+@without_gpu
+def test_a_sweep_that_cannot_be_estimated_is_asked_about(
+    tiny: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(sweep_of(tiny, tmp_path, "broken: partition.file=/nowhere.json")) == 2
+    assert "profile=paper takes weeks here" in capsys.readouterr().err
+    assert started == []
+
+
+@without_gpu
+def test_a_short_sweep_of_the_paper_s_profile_is_not_asked_about(
+    tiny: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.001)
+    assert cli.main(sweep_of(tiny, tmp_path)) == 0
+    assert started == [2]
 
 
 def test_data_describes_the_whole_set_whatever_the_profile_takes_of_it(

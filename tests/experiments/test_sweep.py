@@ -101,7 +101,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     axes = f"axes:\n  variant: {{plain: {words}}}"
     path = definition(tmp_path / "experiments", f"title: mine\nbase: {what}\n{axes}\n")
     command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
-    command += ["--definitions", str(path.parent)]
+    command += ["--definitions", str(path.parent), "--yes"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + PATIENCE

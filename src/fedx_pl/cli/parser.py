@@ -131,7 +131,8 @@ def _sweep_parser(commands: Any) -> argparse.ArgumentParser:
     sweep: _Parser = commands.add_parser(
         "sweep",
         help="run the experiments behind tables and figures",
-        usage="fedx-pl sweep EXPERIMENT ... [profile=mini] [--seeds 0,1,2] [--jobs 2] [--only AXIS=LABEL,LABEL]",
+        usage="fedx-pl sweep EXPERIMENT ... [profile=mini] [--seeds 0,1,2] [--jobs 2] [--only AXIS=LABEL,LABEL] "
+        "[--dry-run] [--yes]",
         description="Runs what is not finished yet, goes on with what was cut off, and keeps a small result file of a "
         "run for `fedx-pl report`. EXPERIMENT is a file NAME.yaml, or the NAME of a definition.",
     )
@@ -142,6 +143,7 @@ def _sweep_parser(commands: Any) -> argparse.ArgumentParser:
     _add_definitions(sweep)
     sweep.add_argument("--results", type=Path, metavar="FOLDER", help="of result files; experiments/results/PROFILE")
     sweep.add_argument("--dry-run", action="store_true", help="list the runs, run nothing")
+    sweep.add_argument("--yes", action="store_true", help="do not ask before long runs without a GPU")
     sweep.set_defaults(command="sweep")
     return sweep
 

@@ -1,9 +1,15 @@
 """``fedx-pl sweep``: runs the experiments behind tables and figures."""
 
 import argparse
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
+from rich.console import Console
+
 from fedx_pl.callbacks import progress
+from fedx_pl.cli.confirm import confirm
+from fedx_pl.config.build import lacks_gpu, prepare
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import (
     definitions_folder,
@@ -12,7 +18,7 @@ from fedx_pl.experiments.definition import (
     parse_seeds,
     results_folder,
 )
-from fedx_pl.experiments.sweep import Sweep, places, plan_jobs, resolve_profile
+from fedx_pl.experiments.sweep import Job, Sweep, places, plan_jobs, resolve_profile
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,9 +54,49 @@ def run(options: argparse.Namespace) -> int:
         for job in sweep.waiting:
             console.print(f"fedx-pl train {' '.join(job.overrides)}", soft_wrap=True)
         return 0
+    if not options.yes:
+        _confirm(sweep, seconds, console)
     failed = sweep.run()
     for job in failed:
         see = f", see {job.log}" if job.log.exists() else ""
         console.print(f"failed: {job.name} ({job.title}){see}", soft_wrap=True)
     console.print(f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True)
     return 1 if failed else 0
+
+
+def _confirm(sweep: Sweep, seconds: float | None, console: Console) -> None:
+    """Asks before the paper's setting is run without a GPU: its runs are told not to ask, and may take months.
+
+    Args:
+        sweep: what is to be run.
+        seconds: as earlier runs have it; None if there were none.
+        console: where to write.
+
+    Raises:
+        UserError: the answer is no, or nobody can be asked.
+    """
+    if not sweep.rounds_left() or not any(_on_cpu(job) for job in sweep.waiting):
+        return
+    console.print("profile paper: made for a GPU, and there is none here.", soft_wrap=True)
+    if seconds is None and (seconds := _measured_seconds(sweep, console)) is not None:
+        console.print(f"All runs take about {progress.duration(seconds)}, by a few steps of one.", soft_wrap=True)
+    confirm(seconds, "profile=mini for small runs")
+
+
+def _on_cpu(job: Job) -> bool:
+    with suppress(UserError):  # A device that is not there: the run will say so.
+        return lacks_gpu(job.config)
+    return False
+
+
+def _measured_seconds(sweep: Sweep, console: Console) -> float | None:
+    """Expects all rounds that are left to take as long as those of the first run; None if that does not start."""
+    config = sweep.waiting[0].config
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # They will be in the run's log.
+            plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))
+            per_round = plan.estimate_seconds() / config.federation.rounds
+    except Exception:  # Methods of the user's fail in any way they like. The run will say why, and others go on.
+        return None
+    return per_round * sweep.rounds_left() / sweep.workers

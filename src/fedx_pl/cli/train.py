@@ -1,22 +1,19 @@
 """``fedx-pl train``: runs a federation, or resumes it."""
 
 import argparse
-import sys
 import warnings
 
 from rich.console import Console
 
 from fedx_pl.callbacks import progress
+from fedx_pl.cli.confirm import confirm
 from fedx_pl.cli.stopping import stopped_by_signals
 from fedx_pl.cli.summary import summary
-from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.build import Plan, lacks_gpu, prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.config.describe import announcement, expectation, parameters_text, plan_text
-from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.trainer import Orchestrator
-
-LONG_SECONDS = 3600.0  # A run without a GPU that takes longer is asked about first.
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,7 +61,7 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
     Raises:
         UserError: the answer is no, or nobody can be asked.
     """
-    if not plan.lacks_gpu:
+    if not lacks_gpu(plan.config):
         return None
     with warnings.catch_warnings():  # The orchestrator will tell of a damaged checkpoint.
         warnings.simplefilter("ignore")
@@ -74,14 +71,5 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
         return None
     seconds = plan.estimate_seconds(first)
     console.print(expectation(plan, seconds), soft_wrap=True)
-    if seconds <= LONG_SECONDS:
-        return seconds
-    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        print("Train on the CPU all the same? [y/N] ", end="", file=sys.stderr, flush=True)
-        if sys.stdin.readline().strip().lower() in ("y", "yes"):
-            return seconds
-        raise UserError("nothing was started; type profile=cpu for a small result in minutes")
-    raise UserError(
-        f"profile=paper takes about {progress.duration(seconds)} here, without a GPU; add --yes to train all the same "
-        f"(make: ARGS=--yes), or type profile=cpu for a small result in minutes"
-    )
+    confirm(seconds, "profile=cpu for a small result in minutes")
+    return seconds

@@ -111,13 +111,6 @@ class Plan:
         share = int(federation.fraction * clients + 0.5)  # `round` would make 2 of half of 5.
         return max(share, federation.min_clients, 1)
 
-    @property
-    def lacks_gpu(self) -> bool:
-        """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
-        engine = self.config.engine
-        elsewhere = engine.name == "ray" and bool(engine.address)
-        return self.config.profile == "paper" and self.device.type == "cpu" and not elsewhere
-
     def choose_clients(self, round: int, present: Sequence[int] | None = None) -> list[int]:
         """Who trains in a round: all, or a sample of `federation.fraction`; of all clients or of those ``present``."""
         able = np.arange(len(self.clients)) if present is None else np.array(present)
@@ -300,6 +293,12 @@ def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
                 f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
             ) from error
     return model.to(memory_format=torch.channels_last)
+
+
+def lacks_gpu(config: Config) -> bool:
+    """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
+    elsewhere = config.engine.name == "ray" and bool(config.engine.address)
+    return config.profile == "paper" and not elsewhere and resolve_device(config.run.device).type == "cpu"
 
 
 def resolve_device(name: str) -> torch.device:
