@@ -59,10 +59,16 @@ def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
     assert config.method_options["cluster_sizes"] == [8, 4]
 
 
-def test_a_run_that_does_not_say_which_labels_were_used_had_those_of_its_subset(tmp_path: Path) -> None:
-    lines = compose(["data.limit=100"]).to_yaml().replace("  labels: all\n", "")
-    (tmp_path / "config.yaml").write_text(lines)
-    assert load(tmp_path / "config.yaml").evaluation.labels == "limit"
+@pytest.mark.parametrize(("limit", "labels"), [(100, "limit"), (0, "all")])
+def test_a_run_that_does_not_say_which_labels_were_used_had_those_of_its_images(
+    tmp_path: Path, limit: int, labels: str
+) -> None:
+    """Of all images, that is what such a run has today: it can be resumed."""
+    config = compose([f"data.limit={limit}"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml().replace("  labels: all\n", ""))
+    older = load(tmp_path / "config.yaml")
+    assert older.evaluation.labels == labels
+    assert (older.content() == config.content()) == (limit == 0)
 
 
 def test_the_hash_tells_results_apart_and_ignores_where_they_lie() -> None:

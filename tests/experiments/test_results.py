@@ -3,9 +3,18 @@ import json
 import pytest
 from result_files import write_result
 
+from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import Experiment
-from fedx_pl.experiments.results import changes, configured, match, read_result, read_results
+from fedx_pl.experiments.results import (
+    changes,
+    configured,
+    evaluation_settings,
+    match,
+    read_evaluation,
+    read_result,
+    read_results,
+)
 
 VARIANTS = {"plain": ["optim.batch_size=64"], "+ FedX": ["fedx=true"]}
 BASE = ["federation.rounds=30"]
@@ -179,5 +188,18 @@ def test_without_a_limit_older_results_had_all_labels(tmp_path):
     path = write_result(tmp_path, paper, ("plain",), 0, {5: 40.0})
     made_before_all_labels_were_used(path)
     result = read_result(path)
+    assert result.config["evaluation.labels"] == "all"
     assert not result.few_labels
     assert changes(result, configured(paper, ("plain",), "mini", 0)) == []
+
+
+@pytest.mark.parametrize(("limit", "counts"), [(0, True), (2500, False)])
+@pytest.mark.parametrize("kind", ["linear", "knn", "semi"])
+def test_an_older_evaluation_counts_if_it_had_the_same_labels(tmp_path, kind, limit, counts):
+    config = compose([f"data.limit={limit}"])
+    settings = evaluation_settings(kind, config)
+    del settings["labels"]
+    document = {"round": config.federation.rounds, "settings": settings, "results": {"x": 1.0}}
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / f"{kind}.json").write_text(json.dumps(document))
+    assert (read_evaluation(tmp_path, kind, config) is not None) == counts

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,26 @@ def test_too_little_space_is_told_before_training(
     with pytest.raises(UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"):
         run(compose([*tiny, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0
+
+
+class Interrupted(Watching):
+    """Somebody presses Ctrl-C after the first round."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        if row["round"]:
+            raise KeyboardInterrupt
+
+
+def test_a_run_from_before_labels_were_a_choice_is_resumed(tiny: list[str], tmp_path: Path) -> None:
+    """Without data.limit it had all labels, as it has today."""
+    config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Interrupted())
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace("  labels: all\n", ""))
+    display = Watching()
+    assert [row["round"] for row in run(config, display).rows] == [1, 2]
+    assert "going on after round 1 of 2" in display.notes[0]
 
 
 def test_the_best_round_is_kept_beside_the_newest(tmp_path: Path) -> None:

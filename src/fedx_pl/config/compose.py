@@ -248,8 +248,14 @@ def load(path: Path, trusted: str = "") -> Config:
     if ":" in name and trusted not in ("*", name):
         raise UserError(f"{path} names code to be run, method={name}; if you trust it, add allow_code=true")
     if isinstance(tree, dict) and isinstance(evaluation := tree.get("evaluation"), dict):
-        evaluation.setdefault("labels", "limit")  # As it was before there was a choice.
+        data = tree.get("data")
+        evaluation.setdefault("labels", former_labels(data.get("limit") if isinstance(data, dict) else 0))
     return from_tree(tree, str(path))
+
+
+def former_labels(limit: Any) -> str:
+    """Which labels evaluations used before `evaluation.labels` was a choice, given `data.limit`."""
+    return "limit" if limit else "all"  # Without a limit both are the same labels.
 
 
 def from_tree(tree: Any, source: str) -> Config:

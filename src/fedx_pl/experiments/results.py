@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedx_pl import methods
-from fedx_pl.config.compose import Config, compose, flat
+from fedx_pl.config.compose import Config, compose, flat, former_labels
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation import foreign_code
@@ -127,8 +127,7 @@ def _checked(content: Any) -> Result:
         code=str(content.get("code", "")),
         machine=str(content["machine"]),
         seconds=float(content["seconds"]),
-        # Results that do not say which labels were used are older than the choice: those of `data.limit` images.
-        config={LABELS: "limit", "data.limit": 0, **flat(content["config"])},
+        config=_with_labels(flat(content["config"])),
         untrained=dict(content.get("untrained") or {}),
         rounds=[dict(row) for row in content["rounds"]],
         evaluations={name: dict(found) for name, found in (content.get("evaluations") or {}).items()},
@@ -140,6 +139,11 @@ def _checked(content: Any) -> Result:
     if not result.rows or result.rows[-1]["round"] != rounds:
         raise ValueError(f"its rounds end before the last, {rounds}")
     return result
+
+
+def _with_labels(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds which labels were used, where a file is older than the choice."""
+    return {LABELS: former_labels(config.get("data.limit")), "data.limit": 0, **config}
 
 
 def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list[str]:
@@ -261,10 +265,10 @@ def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] |
     """
     try:
         document = json.loads((folder / "evaluation" / f"{kind}.json").read_text())
-        current = document["round"] == config.federation.rounds and document["settings"] == evaluation_settings(
-            kind, config
-        )
-        return document["results"] if current else None
+        now, then = evaluation_settings(kind, config), dict(document["settings"])
+        if "labels" in now:
+            then.setdefault("labels", former_labels(config.data.limit))
+        return document["results"] if document["round"] == config.federation.rounds and then == now else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
