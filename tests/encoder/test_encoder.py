@@ -14,6 +14,7 @@ from helpers import METHOD, THREADS, forget_modules, tiny_federation
 from PIL import Image
 from safetensors.torch import load_file
 
+from fedx_pl import federate
 from fedx_pl.cli import main as cli
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
@@ -291,6 +292,20 @@ def test_the_encoder_reads_images_by_the_range_of_its_run(tmp_path: Path, capsys
     assert np.asarray(Image.open(io.BytesIO(picture))).max() < 100  # as dark as it is
     assert cli.main(["export", str(tmp_path / "deep"), "--to", "safetensors"]) == 0
     assert "16-bit images: (value - 0) / (4095 - 0)" in capsys.readouterr().out
+
+
+def test_an_encoder_of_gray_imagenet_has_one_channel(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for folder in ("train/n01", "val/n01"):
+        (tmp_path / folder).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(tmp_path / folder / f"{i}.JPEG")
+    words = [f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.classes=[n01]", "data.grayscale=true",
+             "data.mean=[0.45]", "data.std=[0.22]", "data.image_size=32", "backbone.name=resnet10", "backbone.width=4",
+             "federation.clients=1", "federation.epochs=1", "optim.batch_size=4", f"run.root={tmp_path}"]  # fmt: skip
+    run = federate("imagenet10-simclr", *words, rounds=1, quiet=True)
+    assert run.encoder.channels == 1
+    assert run.encoder.embed(rng.integers(0, 255, (2, 32, 32, 1), dtype=np.uint8)).shape[0] == 2
 
 
 def test_an_encoder_that_saw_no_deep_images_takes_one_range_for_query_and_folder(

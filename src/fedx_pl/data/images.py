@@ -38,7 +38,7 @@ class DataOptions:
     image_size: int = field(
         default=0, metadata={"help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"}
     )
-    grayscale: bool = field(default=False, metadata={"help": "folder: store one channel instead of three"})
+    grayscale: bool = field(default=False, metadata={"help": "folder, imagenet10: store one channel instead of three"})
     value_range: list[float] = field(
         default_factory=list,
         metadata={"help": "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use"},

@@ -18,7 +18,7 @@ from PIL import Image
 
 from fedx_pl.config.compose import compose
 from fedx_pl.data.images import DataOptions, ImageData
-from fedx_pl.data.sources import cache, decode, describe, load, worker
+from fedx_pl.data.sources import cache, decode, describe, load, stored_channels, stored_side, worker
 from fedx_pl.errors import UserError
 
 
@@ -367,6 +367,15 @@ class TestImageNet:
         assert data.test.labels.tolist() == [1, 1, 0, 0]
         assert data.train.images[0, 0, 0, 0] < 10
         assert data.train.images[-1, 0, 0, 0] > 70
+
+    @pytest.mark.parametrize("name", ["folder", "imagenet10"])
+    @pytest.mark.parametrize("grayscale", [False, True])
+    def test_the_shape_of_images_is_known_without_loading_them(
+        self, imagenet: Path, name: str, grayscale: bool
+    ) -> None:
+        chosen = options(imagenet, name=name, classes=["n01"], grayscale=grayscale)
+        side = stored_side(chosen)
+        assert load(chosen).train.images.shape[1:] == (side, side, stored_channels(chosen))
 
     def test_missing_pieces(self, imagenet: Path) -> None:
         for changes, message in (

@@ -69,7 +69,7 @@ def _stored_shape(options: DataOptions) -> tuple[int, int]:
     if options.name == ARRAYS:
         return options.image_size, len(options.mean) or channels
     if options.name in folder.SIDES:
-        return options.image_size or folder.SIDES[options.name], channels if options.name == "folder" else 3
+        return options.image_size or folder.SIDES[options.name], channels
     _, side, channels = named.named_set(options.name).shape
     return side, channels
 
