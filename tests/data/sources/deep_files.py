@@ -27,18 +27,28 @@ def png16(path: Path, values: np.ndarray) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
 
 
-def tiff16(path: Path, values: np.ndarray, *, planar: bool = False, order: str = "<", packed: bool = False) -> None:
-    """uint16 (H, W, 3), in one strip, or in one for each channel."""
+def tiff(
+    path: Path,
+    values: np.ndarray,
+    *,
+    planar: bool = False,
+    order: str = "<",
+    packed: bool = False,
+    white_is_zero: bool = False,
+) -> None:
+    """Unsigned integers or floats, (H, W, 3) or (H, W, 1), in one strip, or in one for each channel."""
     height, width, channels = values.shape
     planes = [values[..., channel] for channel in range(channels)] if planar else [values]
-    strips = [plane.astype(f"{order}u2").tobytes() for plane in planes]
+    strips = [plane.astype(values.dtype.newbyteorder(order)).tobytes() for plane in planes]
     strips = [zlib.compress(strip) for strip in strips] if packed else strips
     strips = [strip + b"\0" * (len(strip) % 2) for strip in strips]
     offsets = [8 + sum(map(len, strips[:at])) for at in range(len(strips))]
     body = b"".join(strips)
+    meaning = 2 if channels == 3 else 0 if white_is_zero else 1
     tags = {
-        256: [width], 257: [height], 258: [16] * channels, 259: [8 if packed else 1], 262: [2], 273: offsets,
-        277: [channels], 278: [height], 279: [len(strip) for strip in strips], 284: [2 if planar else 1],
+        256: [width], 257: [height], 258: [8 * values.dtype.itemsize] * channels, 259: [8 if packed else 1],
+        262: [meaning], 273: offsets, 277: [channels], 278: [height], 279: [len(strip) for strip in strips],
+        284: [2 if planar else 1], 339: [3 if values.dtype.kind == "f" else 1] * channels,
     }  # fmt: skip
     entries, beyond = b"", b""
     for tag, numbers in tags.items():

@@ -63,9 +63,27 @@ class TestRange:
             deep_files.png16(tmp_path / "images/a.png", np.concatenate([color, *more], axis=2))
         else:
             order, packed = ">" if "big" in kind else "<", "packed" in kind
-            deep_files.tiff16(tmp_path / "images/a.tif", color, order=order, packed=packed)
+            deep_files.tiff(tmp_path / "images/a.tif", color, order=order, packed=packed)
         image = load(options(tmp_path, grayscale=False), report=lambda line: None).train.images[0]
         np.testing.assert_array_equal(image, (color.astype(int) - 1000) * 255 // 400)
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_white_is_zero(self, tmp_path: Path, dtype: type, packed: bool) -> None:
+        """X-rays are saved so. Pillow inverts 8 bits only, and the image would be the negative of its neighbors."""
+        top = np.iinfo(dtype).max
+        deep_files.gray(tmp_path / "images/a.tif", ramp(0, top, dtype))
+        negative = (top - ramp(0, top, dtype))[..., None]
+        deep_files.tiff(tmp_path / "images/b.tif", negative, white_is_zero=True, packed=packed)
+        black_is_zero, white_is_zero = load(options(tmp_path), report=lambda line: None).train.images
+        np.testing.assert_array_equal(white_is_zero, black_is_zero)
+
+    def test_white_is_zero_in_floats_is_refused_by_name(self, tmp_path: Path, lines: list[str]) -> None:
+        """There is no largest float that could be black."""
+        deep_files.gray(tmp_path / "images/a.tif", ramp(0, 1, np.float32))
+        deep_files.tiff(tmp_path / "images/b.tif", ramp(0, 1, np.float32)[..., None], white_is_zero=True)
+        assert load(options(tmp_path), report=lines.append).skipped == 1
+        assert "b.tif (float TIFF in which 0 is white" in lines[-1]
 
     def test_gray_with_alpha(self, tmp_path: Path) -> None:
         deep_files.png16(tmp_path / "images/a.png", np.stack([ramp(7, 4095), ramp(65535, 0)], axis=2))
@@ -190,7 +208,7 @@ class TestWarnings:
     def test_planar_color_is_refused_by_name(self, tmp_path: Path, lines: list[str], order: str, packed: bool) -> None:
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 255, np.uint8))
         color = np.stack([ramp(0, 4095)] * 3, axis=2)
-        deep_files.tiff16(tmp_path / "images/b.tif", color, planar=True, order=order, packed=packed)
+        deep_files.tiff(tmp_path / "images/b.tif", color, planar=True, order=order, packed=packed)
         assert load(options(tmp_path), report=lines.append).skipped == 1
         assert "b.tif (planar TIFF of 16 bits; convert it: tiffcp -p contig" in lines[-1]
 

@@ -30,7 +30,7 @@ from fedx_pl.errors import UserError
 
 Report = Callable[[str], None]
 
-_DECODER = 2  # changes when the same files are decoded to other pixels than before
+_DECODER = 3  # changes when the same files are decoded to other pixels than before
 _BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar
 _REASONS = 5  # for skipping files that are told
 _POOL_SECONDS = 2.0  # less work than this is not worth starting processes

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 # Pillow reads more, but some readers start other programs (EPS) or are rarely tested: files may come from anywhere.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", *(["AVIF"] if _AVIF else []))
 
-_BITS_PER_SAMPLE, _PLANAR_CONFIGURATION = 258, 284  # tags of TIFF
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _PLANAR_CONFIGURATION = 258, 262, 284  # tags of TIFF
 _SIZ = b"\xff\x4f\xff\x51"  # how a JPEG 2000 codestream begins; the bits of a value are 42 bytes on
 _SAMPLE = 2**16  # pixels of an image that its bulk is estimated from
 _BULK = (0.005, 0.995)
@@ -170,6 +170,8 @@ def _is_deep(opened: Image.Image) -> bool:
     Raises:
         ValueError: they have, and Pillow would misread them, or give their upper bytes only.
     """
+    if opened.mode == "F" and _white_is_zero(opened):
+        raise ValueError("float TIFF in which 0 is white, and black is not told; save it with 0 as black")
     if opened.mode.startswith("I") or opened.mode == "F":
         return True
     if opened.format == "TIFF":
@@ -190,6 +192,11 @@ def _is_deep(opened: Image.Image) -> bool:
     return opened.format == "PNG" and ";16" in _raw_mode(opened)
 
 
+def _white_is_zero(opened: Image.Image) -> bool:
+    """Tells whether a TIFF says so; one that says nothing is most likely of a writer that did not think of it."""
+    return opened.format == "TIFF" and opened.tag_v2.get(_PHOTOMETRIC) == 0  # type: ignore[attr-defined]
+
+
 def _bits_of_jpeg2000(opened: Image.Image) -> int:
     with open(opened.filename, "rb") as file:  # type: ignore[attr-defined]
         head = file.read(2**16)
@@ -204,7 +211,12 @@ def _deep_values(opened: Image.Image, path: str) -> np.ndarray:
     one, it gives that: so two passes give both.
     """
     if opened.mode.startswith("I") or opened.mode == "F":
-        return np.asarray(ImageOps.exif_transpose(opened))
+        values = np.asarray(ImageOps.exif_transpose(opened))
+        if not _white_is_zero(opened):
+            return values
+        # Pillow does this for 8 bits only. Without it, an X-ray would be the negative of the others.
+        (bits,) = opened.tag_v2[_BITS_PER_SAMPLE]  # type: ignore[attr-defined]
+        return values.dtype.type(2**bits - 1) - values
     raw = _raw_mode(opened)
     if raw == "LA;16B":  # four bytes per pixel as well: two of gray, two of alpha
         pixels = np.asarray(_upright(opened, "RGBA")).astype(np.uint16)
