@@ -80,7 +80,8 @@ class Loss(dict[str, Tensor]):
         for name, term in self.items():
             if not isinstance(term, Tensor):
                 raise UserError(
-                    f"the loss term {name!r} is {term!r}, not a tensor; return torch.tensor({term!r}), or leave it out"
+                    f"the loss term {name!r} is {term!r}, not a tensor; return z.first.new_tensor({term!r}), which is "
+                    f"on the same device, or leave it out"
                 )
             if term.numel() != 1:
                 raise UserError(
