@@ -7,6 +7,9 @@ import torchvision
 from helpers import PATIENCE
 
 from fedx_pl.backbones import BackboneOptions, build
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import compose
+from fedx_pl.data import sources
 from fedx_pl.errors import UserError
 
 
@@ -71,6 +74,12 @@ def test_every_convolution_is_initialised_as_in_torchvision() -> None:
 def test_mistakes_are_named(options: BackboneOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(options, channels=3, image_size=32)
+
+
+def test_a_mistake_is_named_before_data_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "load", lambda *_, **__: pytest.fail("data were loaded"))
+    with pytest.raises(UserError, match=r"backbone\.name=vit_tiny is not known"):
+        prepare(compose(["data=cifar10", "backbone.name=vit_tiny"]))
 
 
 def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:

@@ -47,14 +47,9 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
         channels: 1 for greyscale, 3 for colour.
         image_size: side of the images, which decides an ``auto`` stem.
     """
-    if options.stem not in ("auto", "cifar", "half", "imagenet"):
-        raise UserError(f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet")
-    if options.width < 1:
-        raise UserError(
-            f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
-        )
+    require_possible(options)
     stages = _STAGES.get(options.name)
-    net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options)
+    net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options.name)
     stem = options.stem if options.stem != "auto" else "cifar" if image_size < _LARGE else "imagenet"
     kernel, stride = {"cifar": (3, 1), "half": (3, 2), "imagenet": (7, 2)}[stem]
     net.conv1 = nn.Conv2d(channels, net.conv1.out_channels, kernel, stride, padding=kernel // 2, bias=False)
@@ -64,6 +59,25 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     net.feature_dim = net.fc.in_features
     net.fc = nn.Identity()
     return net
+
+
+def require_possible(options: BackboneOptions) -> None:
+    """Raises a `UserError` if there is no such encoder; takes no time, so that it can come before data are fetched."""
+    if options.stem not in ("auto", "cifar", "half", "imagenet"):
+        raise UserError(f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet")
+    if options.width < 1:
+        raise UserError(
+            f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
+        )
+    if options.name in _STAGES:
+        return
+    known = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
+    if options.name not in known:
+        names = list(dict.fromkeys([*_STAGES, *known]))
+        instead = known_names(options.name, names, prefix="backbone.name=")
+        raise UserError(f"backbone.name={options.name} is not known{instead}")
+    if options.width != 64:
+        raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
 
 
 def eager(network: nn.Module) -> AbstractContextManager[None]:
@@ -112,14 +126,7 @@ def _safe_for_few_channels(downsample: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(OrderedDict([("pixels", every_other), ("0", convolution), ("1", norm)]))
 
 
-def _torchvision_resnet(options: BackboneOptions) -> ResNet:
-    known = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
-    if options.name not in known:
-        names = list(dict.fromkeys([*_STAGES, *known]))
-        instead = known_names(options.name, names, prefix="backbone.name=")
-        raise UserError(f"backbone.name={options.name} is not known{instead}")
-    if options.width != 64:
-        raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
-    net = torchvision.models.get_model(options.name, weights=None)
+def _torchvision_resnet(name: str) -> ResNet:
+    net = torchvision.models.get_model(name, weights=None)
     assert isinstance(net, ResNet)
     return net

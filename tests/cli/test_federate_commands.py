@@ -9,6 +9,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
 from fedx_pl.cli import sites as commands
 from fedx_pl.cli.main import main
+from fedx_pl.data import sources
 from fedx_pl.files import lock
 from fedx_pl.sites import keys
 
@@ -43,6 +44,14 @@ def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     insecure = mistake(capsys, *words, "--clients", "2", "--insecure", "--host", "0.0.0.0")
     assert "without TLS only on this machine; type --host 127.0.0.1" in insecure
     assert not (place / "runs").exists() or not list((place / "runs").glob("**/superlink.log"))
+
+
+def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sources, "load", lambda *_, **__: pytest.fail("data were loaded"))
+    words = ["server", "data=cifar10", "backbone.name=vit_tiny", "--clients", "2"]
+    assert "backbone.name=vit_tiny is not known" in mistake(capsys, *words)
 
 
 def test_server_without_keys(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def client(options: argparse.Namespace) -> None:
 def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> Plan:
     """A plan without clients of its own, and with labelled images only if the configuration names some."""
     if config.data.name != "folder" or config.data.root != configuration.compose(["data=folder"]).data.root:
-        data = sources.load(config.data, seed=config.seed, report=report)
+        data = planning.load_data(config, report)
     else:
         report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
         side = sources.stored_side(config.data)

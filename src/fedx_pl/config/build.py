@@ -178,16 +178,22 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
         config: of the run.
         report: takes one line for each thing worth knowing.
     """
-    privacy.require_possible(config.privacy, config.regularizer.name)
-    resolve_device(config.run.device)  # A wrong one is better known before the data are fetched.
-    _require_fitting_optimizer(config)
-    data = sources.load(config.data, seed=config.seed, report=report)
+    data = load_data(config, report)
     train, images = data.train, data.train.images
     clients = partition.make(
         config.partition, train.labels, train.groups, len(images), config.federation.clients, config.seed,
         fingerprint=data.fingerprint,
     )  # fmt: skip
     return assemble(config, data, clients)
+
+
+def load_data(config: Config, report: Callable[[str], None]) -> ImageData:
+    """Loads the images of a configuration; what else may be wrong in it is said first, since fetching takes minutes."""
+    privacy.require_possible(config.privacy, config.regularizer.name)
+    resolve_device(config.run.device)
+    backbones.require_possible(config.backbone)
+    _require_fitting_optimizer(config)
+    return sources.load(config.data, seed=config.seed, report=report)
 
 
 def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan:
