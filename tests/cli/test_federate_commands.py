@@ -46,6 +46,16 @@ def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (place / "runs").exists() or not list((place / "runs").glob("**/superlink.log"))
 
 
+def test_a_coordinator_is_not_told_how_long_training_takes_a_cpu(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sites train; that this machine has no GPU says nothing of theirs."""
+    assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
+    out = capsys.readouterr().out
+    assert "3 clients" in out
+    assert "GPU" not in out
+
+
 def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,7 @@ def _coordinate(options: argparse.Namespace) -> None:
     require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
     require("--wait", options.wait, 0 <= options.wait < inf, "seconds, e.g. --wait 600")
     console = progress.make_console()
-    console.print(announcement(config), soft_wrap=True)
+    console.print(announcement(config, trains_here=False), soft_wrap=True)
     known = None if options.insecure else keys.load_server(options.keys)
     if known is not None and len(known.sites) < config.federation.clients:
         raise UserError(

@@ -10,8 +10,13 @@ from fedx_pl.files import size_of
 from fedx_pl.methods import BUILT_IN
 
 
-def announcement(config: Config) -> str:
-    """What will run, before anything does; the profile first, since it may be the machine's choice."""
+def announcement(config: Config, *, trains_here: bool = True) -> str:
+    """What will run, before anything does; the profile first, since it may be the machine's choice.
+
+    Args:
+        config: of the run.
+        trains_here: whether this machine trains; the coordinator of real sites needs no GPU.
+    """
     federation = config.federation
     backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""  # Others may bring one.
     lines = []
@@ -20,7 +25,7 @@ def announcement(config: Config) -> str:
         why = " (no GPU here)" if no_gpu else ""
         lines.append(f"profile cpu{why}: a thin network, a subset of the images, few rounds: a quick look.")
         lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
-    elif config.profile == "paper" and no_gpu:
+    elif config.profile == "paper" and no_gpu and trains_here:
         lines.append("profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks.")
     lines.append(
         f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
