@@ -17,7 +17,7 @@ from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine, import_ray, usable_cores
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
-from fedx_pl.federation.client import RoundContext
+from fedx_pl.federation.round import RoundContext
 
 WORKERS = 2
 
@@ -116,13 +116,20 @@ def _plan(setting: Setting, *overrides: str) -> Plan:
 def _round(engine: Engine, plan: Plan, threads: int) -> float:
     """Seconds of one round's training and averaging."""
     torch.set_num_threads(threads)
-    config, state = plan.config, {name: tensor.to(plan.device) for name, tensor in plan.first_state().items()}
-    context = RoundContext(1, 1, config.federation.epochs, config.seed, state, config.federation.batchnorm)
-    started, average = time.perf_counter(), FedAvg(state)
+    config, state = plan.config, plan.first_state().to(plan.device)
+    context = RoundContext(
+        round=1,
+        rounds=1,
+        epochs=config.federation.epochs,
+        seed=config.seed,
+        global_state=state,
+        batchnorm=config.federation.batchnorm,
+    )
+    started, average = time.perf_counter(), FedAvg(state.tensors())
     for update in engine.run(context, range(len(plan.clients)), lambda client: None):
         if isinstance(update, Lost):
             raise RuntimeError(update.reason)  # It would make the times meaningless.
-        average.add(update.state, update.num_images)
+        average.add(update.state.tensors(), update.num_images)
     average.result()
     return time.perf_counter() - started
 

@@ -21,7 +21,8 @@ from benchmarks.rounds import Setting, backbone, variant
 from fedx_pl import backbones
 from fedx_pl.config.build import Plan
 from fedx_pl.data.images import Split
-from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import RoundContext
 
 BATCH = 64
 AHEAD = 8  # Batches beyond the timed ones, so that loader workers are busy to the end, as in a long epoch.
@@ -107,11 +108,16 @@ def lightly(plan: Plan, steps: int, workers: int) -> Contender:
 
 def ours(plan: Plan) -> Contender:
     """Local training of one client, start of the Trainer included."""
-    trainer = LocalTrainer(plan.model, plan.device, plan.precision, compile=plan.config.run.compile)
+    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision, compile=plan.config.run.compile)
 
     def run() -> int:
         data = plan.client_data(0, round=1)
-        trainer.run(RoundContext(1, 1, 1, 0, plan.model.shared_state(), "average"), 0, data, None)
+        trainer.run(
+            RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=plan.first_state(), batchnorm="average"),
+            client=0,
+            data=data,
+            memory=None,
+        )
         return len(data) * data.views_size
 
     return run

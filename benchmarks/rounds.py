@@ -13,7 +13,7 @@ import torch
 from benchmarks.measure import Lap
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import Plan, prepare
-from fedx_pl.federation.client import Update
+from fedx_pl.federation.round import Update
 from fedx_pl.trainer import Orchestrator
 
 # With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size counts B_r too.

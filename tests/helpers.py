@@ -13,8 +13,9 @@ from fedx_pl import SSLMethod, backbones
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore
-from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
-from fedx_pl.federation.regularizers import Regularizer, join
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.base import LocalRound, State
 from fedx_pl.trainer import Silent
 
@@ -107,14 +108,16 @@ def data_for(model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int 
 
 def start(model: SSLMethod, data: ClientData, round: int = 1, epochs_before: int = 0) -> SSLMethod:
     """Starts a round by hand, without a Trainer."""
-    return model.start_round(LocalRound(round, 10, 0, 1, epochs_before, 0, data))
+    return model.start_round(
+        LocalRound(round=round, rounds=10, client=0, epochs=1, epochs_before=epochs_before, seed=0, data=data)
+    )
 
 
 def train(
     model: SSLMethod,
     data: ClientData,
     *,
-    state: State | None = None,
+    state: GlobalState | State | None = None,
     memory: ClientMemory | None = None,
     round: int = 1,
     epochs: int = 1,
@@ -124,7 +127,9 @@ def train(
     regularizer: Regularizer | None = None,
 ) -> Update:
     """One client's round through the real Trainer."""
-    first = join(model.shared_state(), regularizer.server_state(model) if regularizer else {})
-    context = RoundContext(round, 10, epochs, 0, state or first, batchnorm)
-    trainer = LocalTrainer(model, torch.device("cpu"), precision, regularizer=regularizer)
-    return trainer.run(context, client, data, memory)
+    if not isinstance(state, GlobalState):
+        server = regularizer.server_state(model) if regularizer else {}
+        state = GlobalState(weights=state or model.shared_state(), server=server)
+    context = RoundContext(round=round, rounds=10, epochs=epochs, seed=0, global_state=state, batchnorm=batchnorm)
+    trainer = LocalTrainer(model, device=torch.device("cpu"), precision=precision, regularizer=regularizer)
+    return trainer.run(context, client=client, data=data, memory=memory)

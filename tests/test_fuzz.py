@@ -23,9 +23,8 @@ from fedx_pl.data import partition
 from fedx_pl.data.partition import KINDS, PartitionOptions
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
-from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.federation.pending import Pending
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 
 CASES = int(os.environ.get("FEDX_FUZZ", "300"))
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -128,16 +127,40 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(folder, keep=2)
     for number in (1, 2):
-        memory = ClientMemory({"queue": torch.full((4,), float(number))}, number, 5, 1)
-        record = checkpoints.save_client(Update(0, 10, {}, memory, torch.zeros(1, 1), ("total",), 10))
-        state = RunState(number, [{"round": number, "loss": 0.5}], {"knn_top1": 9.0}, {0: record}, 1.0)
-        checkpoints.commit(state, {"w": torch.arange(6.0) * number})
-    pending = Pending(folder)
+        memory = ClientMemory(private={"queue": torch.full((4,), float(number))}, last_round=number, steps=5, epochs=1)
+        record = checkpoints.save_client(
+            Update(
+                client=0,
+                num_images=10,
+                state=GlobalState(weights={}),
+                memory=memory,
+                losses=torch.zeros(1, 1),
+                loss_names=("total",),
+                images_seen=10,
+            )
+        )
+        state = RunState(
+            round=number,
+            rows=[{"round": number, "loss": 0.5}],
+            untrained={"knn_top1": 9.0},
+            clients={0: record},
+            seconds=1.0,
+        )
+        checkpoints.commit(state, GlobalState(weights={"w": torch.arange(6.0) * number}))
+    pending = UnfinishedRound(folder)
     for client in (0, 1):
         update = Update(
-            client, 7, {"w": torch.ones(3) * client}, ClientMemory({}, 3, 1, 1), torch.zeros(2, 1), ("a",), 7
+            client=client,
+            num_images=7,
+            state=GlobalState(weights={"w": torch.ones(3) * client}),
+            memory=ClientMemory(last_round=3, steps=1, epochs=1),
+            losses=torch.zeros(2, 1),
+            loss_names=("a",),
+            images_seen=7,
         )
-        pending.save(3, replace(update, seconds=60.0), ClientRecord(3, 1, 1, "", 7))
+        pending.save(
+            3, replace(update, seconds=60.0), ClientRecord(last_round=3, steps=1, epochs=1, sha256="", images=7)
+        )
     return folder
 
 
@@ -158,8 +181,8 @@ def test_a_damaged_checkpoint_is_noticed(
         warnings.simplefilter("always")
         found = Checkpoints(folder).latest()
     assert found is not None
-    state, weights = found
-    assert torch.equal(weights["w"], torch.arange(6.0) * state.round)
+    state, global_state = found
+    assert torch.equal(global_state.weights["w"], torch.arange(6.0) * state.round)
     assert state.rows == [{"round": state.round, "loss": 0.5}]
     assert state.untrained == {"knn_top1": 9.0}
     assert state.clients[0].last_round == state.round
@@ -176,8 +199,8 @@ def test_a_damaged_pending_update_is_left_out(
     folder = copied(two_rounds, tmp_path)
     file = folder / "pending" / name
     file.write_bytes(damage(file.read_bytes(), where, how, value))
-    for update, record in Pending(folder).load(3):
-        assert torch.equal(update.state["w"], torch.ones(3) * update.client)
+    for update, record in UnfinishedRound(folder).load(3):
+        assert torch.equal(update.state.weights["w"], torch.ones(3) * update.client)
         assert (update.num_images, record.last_round, update.losses.shape) == (7, 3, (2, 1))
 
 

@@ -12,7 +12,8 @@ from fedx_pl.config.build import build_model
 from fedx_pl.config.compose import compose
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
-from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import GlobalState, RoundContext
 
 ROOT = Path(__file__).parents[1]
 DATA = {"cifar10": (32, 3), "svhn": (32, 3), "fmnist": (28, 1), "imagenet10": (64, 3)}
@@ -49,8 +50,17 @@ def test_a_target_composes_and_trains_one_step(target: str, commands: dict[str, 
     augment = Augment(type(config.augment)(**{**vars(config.augment), "size": size}), config.data.mean, config.data.std)
     store = ImageStore(pixels, torch.device("cpu"), 10**9)
     data = ClientData(store, torch.arange(16), augment, 16 - relation, relation, seed=0)
-    context = RoundContext(1, config.federation.rounds, 1, 0, model.shared_state(), config.federation.batchnorm)
-    update = LocalTrainer(model, torch.device("cpu"), "32-true").run(context, 0, data, None)
+    context = RoundContext(
+        round=1,
+        rounds=config.federation.rounds,
+        epochs=1,
+        seed=0,
+        global_state=GlobalState(weights=model.shared_state()),
+        batchnorm=config.federation.batchnorm,
+    )
+    update = LocalTrainer(model, device=torch.device("cpu"), precision="32-true").run(
+        context, client=0, data=data, memory=None
+    )
     assert update.losses.isfinite().all()
     assert len(update.losses) == (2 if relation else 1)
 

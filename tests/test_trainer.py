@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import Config, compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation import pending
-from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
+from fedx_pl.federation import checkpoint
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.trainer import Orchestrator, Result
 
 
@@ -39,17 +40,26 @@ def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool
     result = run(config)
 
     plan = prepare(config, report=lambda line: None)
-    trainer = LocalTrainer(plan.model, plan.device, plan.precision)
+    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision)
     state, memories = plan.model.shared_state(), dict.fromkeys(range(3))
     for number in (1, 2):
-        context = RoundContext(number, 2, 1, config.seed, state, "average")
-        updates = [trainer.run(context, c, plan.client_data(c, number), memories[c]) for c in range(3)]
+        context = RoundContext(
+            round=number,
+            rounds=2,
+            epochs=1,
+            seed=config.seed,
+            global_state=GlobalState(weights=state),
+            batchnorm="average",
+        )
+        updates = [
+            trainer.run(context, client=c, data=plan.client_data(c, number), memory=memories[c]) for c in range(3)
+        ]
         memories = {update.client: update.memory for update in updates}
         total = sum(update.num_images for update in updates)
         state = {
-            name: (sum(u.state[name].double() * u.num_images for u in updates) / total).to(tensor.dtype)
+            name: (sum(u.state.weights[name].double() * u.num_images for u in updates) / total).to(tensor.dtype)
             if tensor.is_floating_point()
-            else (sum(u.state[name].double() * u.num_images for u in updates) / total).round().to(tensor.dtype)
+            else (sum(u.state.weights[name].double() * u.num_images for u in updates) / total).round().to(tensor.dtype)
             for name, tensor in state.items()
         }
     assert same(weights(result), state)
@@ -75,10 +85,10 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     config = compose([*overrides, f"run.dir={tmp_path / 'broken'}"])
     train = LocalTrainer.run
 
-    def die(self: LocalTrainer, context: RoundContext, client: int, *rest: Any) -> Update:
+    def die(self: LocalTrainer, context: RoundContext, *, client: int, **rest: Any) -> Update:
         if (context.round, client) == (2, 1):
             raise KeyboardInterrupt
-        return train(self, context, client, *rest)
+        return train(self, context, client=client, **rest)
 
     monkeypatch.setattr(LocalTrainer, "run", die)
     with pytest.raises(KeyboardInterrupt):
@@ -160,10 +170,10 @@ def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(
 def poison(monkeypatch: pytest.MonkeyPatch, clients: set[int]) -> None:
     train = LocalTrainer.run
 
-    def broken(self: LocalTrainer, context: RoundContext, client: int, *rest: Any) -> Update:
-        update = train(self, context, client, *rest)
+    def broken(self: LocalTrainer, context: RoundContext, *, client: int, **rest: Any) -> Update:
+        update = train(self, context, client=client, **rest)
         if client in clients:
-            update.state["backbone.conv1.weight"].fill_(float("nan"))
+            update.state.weights["backbone.conv1.weight"].fill_(float("nan"))
         return update
 
     monkeypatch.setattr(LocalTrainer, "run", broken)
@@ -246,11 +256,11 @@ def test_memory_of_a_round_does_not_hold_every_client_s_weights(
     most = 0
     train = LocalTrainer.run
 
-    def watched(self: LocalTrainer, *arguments: Any) -> Update:
+    def watched(self: LocalTrainer, context: RoundContext, **rest: Any) -> Update:
         nonlocal most
         most = max(most, sum(ref() is not None for ref in alive))
-        update = train(self, *arguments)
-        alive.append(weakref.ref(update.state["backbone.conv1.weight"]))
+        update = train(self, context, **rest)
+        alive.append(weakref.ref(update.state.weights["backbone.conv1.weight"]))
         return update
 
     monkeypatch.setattr(LocalTrainer, "run", watched)
@@ -291,7 +301,7 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clients' steps and images are no work of this process: not in the ETA, and not in its images per second."""
-    monkeypatch.setattr(pending, "WORTH", 0.0)
+    monkeypatch.setattr(checkpoint, "WORTH", 0.0)
 
     class Stop(Exception):
         pass

@@ -19,11 +19,11 @@ from fedx_pl.callbacks.health import COLLAPSED, look
 from fedx_pl.config.build import Plan
 from fedx_pl.engines import Engine, Lost, Watcher
 from fedx_pl.errors import UserError
-from fedx_pl.federation import aggregate, regularizers
+from fedx_pl.federation import aggregate
 from fedx_pl.federation.aggregate import STATISTICS, Aggregator, BadUpdate
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update, mean
-from fedx_pl.federation.pending import Pending
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.client import mean
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.federation.run_folder import open_run
 from fedx_pl.files import size_of, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
@@ -94,13 +94,14 @@ class Collected:
     def add(self, update: Update) -> None:
         """Folds an update into the average, or raises `BadUpdate`."""
         started = time.perf_counter()
-        self.bytes_up += size_of(update.state)  # Also if it is refused: it came.
-        self.average.add(update.state, update.num_images, update.client)
+        tensors = update.state.tensors()
+        self.bytes_up += size_of(tensors)  # Also if it is refused: it came.
+        self.average.add(tensors, update.num_images, update.client)
         self.seconds += time.perf_counter() - started
 
     def keep(self, update: Update, record: ClientRecord) -> None:
         """Of an update that is folded in: what is kept must not grow with the size of the weights."""
-        self.updates.append(replace(update, state={}, memory=replace(update.memory, private={})))
+        self.updates.append(replace(update, state=GlobalState(weights={}), memory=update.memory.without_tensors()))
         self.records[update.client] = record
 
 
@@ -120,9 +121,9 @@ class Orchestrator:
         self.plan, self.display, self.make_engine = plan, display, make_engine
         self.folder = plan.config.run_folder
         self.checkpoints = Checkpoints(self.folder, plan.config.run.keep)
-        self.pending = Pending(self.folder)
+        self.unfinished = UnfinishedRound(self.folder)
         self._lock, (self.state, global_state) = open_run(plan, self.checkpoints, display.note)
-        self.global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
+        self.global_state = global_state.to(plan.device)
         self._away: list[int] = []
         self._events: list[str] = []  # of the round, in words
 
@@ -142,9 +143,13 @@ class Orchestrator:
                 chosen = engine.choose(round, away=self._quarantined(engine, round))
                 started = time.perf_counter()  # Now: real sites may have been waited for.
                 context = RoundContext(
-                    round, config.federation.rounds, config.federation.epochs, config.seed, self.global_state,
-                    config.federation.batchnorm,
-                )  # fmt: skip
+                    round=round,
+                    rounds=config.federation.rounds,
+                    epochs=config.federation.epochs,
+                    seed=config.seed,
+                    global_state=self.global_state,
+                    batchnorm=config.federation.batchnorm,
+                )
                 # (2) Each trains by itself, and (3) is folded into the average as it comes back.
                 found = self._collect(engine, context, chosen)
                 self._require_enough(round, len(found.updates))
@@ -168,10 +173,9 @@ class Orchestrator:
     def _collect(self, engine: Engine, context: RoundContext, chosen: Sequence[int]) -> Collected:
         """The round's updates: those of clients that had finished when the run was cut off, then the others'."""
         round, found = context.round, Collected(aggregate.make(self.plan.config.aggregate, self.global_state))
-        found.bytes_down = size_of(self.global_state) * len(chosen)
-        for update, record in self.pending.load(round):
-            state = {name: tensor.to(self.plan.device) for name, tensor in update.state.items()}
-            update = self._with_drift(replace(update, state=state))
+        found.bytes_down = size_of(self.global_state.tensors()) * len(chosen)
+        for update, record in self.unfinished.load(round):
+            update = self._with_drift(replace(update, state=update.state.to(self.plan.device)))
             found.add(update)
             found.keep(update, record)
             found.loaded.append(update.client)
@@ -190,7 +194,7 @@ class Orchestrator:
             else:
                 update = self._with_drift(outcome)
                 record = self.checkpoints.save_client(update)
-                self.pending.save(round, update, record)
+                self.unfinished.save(round, update, record)
                 found.keep(update, record)
             last = found.updates[-1] if outcome.client in found.records else None
             self.display.client(round, len(found.updates) + found.dropped, len(chosen), last)
@@ -201,7 +205,7 @@ class Orchestrator:
         """Tells how far the first clients went; for all, it would cost as much again as averaging them."""
         if update.client >= self.plan.config.run.client_curves:
             return update
-        drift = drift_of(regularizers.split(update.state)[0], regularizers.split(self.global_state)[0])
+        drift = drift_of(update.state.weights, self.global_state.weights)
         return replace(update, metrics={**update.metrics, "drift": drift})
 
     def _memory_of(self, client: int) -> ClientMemory | None:
@@ -228,18 +232,18 @@ class Orchestrator:
         strikes = {client: count for client, count in self.state.strikes.items() if client not in found.records}
         strikes |= {client: strikes.get(client, 0) + 1 for client in found.bad}
         self.state = RunState(
-            row["round"],
-            [*self.state.rows, row],
-            self.state.untrained,
-            {**self.state.clients, **found.records},
-            self.state.seconds + row["round_seconds"],
-            strikes,
-            events,
-            [*self.state.alarms, *(f"round {row['round']}: {alarm}" for alarm in alarms)],
-            self.plan.config.hash,
+            round=row["round"],
+            rows=[*self.state.rows, row],
+            untrained=self.state.untrained,
+            clients={**self.state.clients, **found.records},
+            seconds=self.state.seconds + row["round_seconds"],
+            strikes=strikes,
+            events=events,
+            alarms=[*self.state.alarms, *(f"round {row['round']}: {alarm}" for alarm in alarms)],
+            config=self.plan.config.hash,
         )
         self.checkpoints.commit(self.state, self.global_state)
-        self.pending.clear()
+        self.unfinished.clear()
         self._write_metrics()
 
     def _write_metrics(self) -> None:
@@ -259,7 +263,7 @@ class Orchestrator:
         write_atomically(self.folder / "encoder.safetensors", tensor_bytes(backbone.state_dict()))
         # Again, in case the last round was committed and then cut off.
         self.checkpoints.clear()
-        self.pending.clear()
+        self.unfinished.clear()
         self._write_metrics()
         if self.plan.evaluator.possible:
             from fedx_pl.callbacks import plots  # Here: matplotlib would slow every start down.
@@ -315,15 +319,15 @@ class Orchestrator:
         row |= {"epsilon": plan.epsilon_after(round)} if plan.config.privacy.noise else {}
         return row
 
-    def _next_state(self, found: Collected) -> State:
+    def _next_state(self, found: Collected) -> GlobalState:
         """The averaged weights, and what the regulariser's server makes of the averaged rest."""
         met = (self.state.clients | found.records).values()  # Of real sites, only those are known.
         started = time.perf_counter()
         share = found.average.num_images / (sum(map(len, self.plan.clients)) or sum(record.images for record in met))
-        (_, before), (weights, mean) = regularizers.split(self.global_state), regularizers.split(found.average.result())
-        joined = regularizers.join(weights, self.plan.regularizer.fold(before, mean, share))
+        mean = GlobalState.from_tensors(found.average.result())
+        server = self.plan.regularizer.fold(self.global_state.server, mean.server, share)
         found.seconds += time.perf_counter() - started
-        return joined
+        return GlobalState(weights=mean.weights, server=server)
 
     def _require_enough(self, round: int, good: int) -> None:
         needed = self.plan.config.federation.min_clients

@@ -14,11 +14,13 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
+from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.dashboard import band, layout
 from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.evaluation.geometry import angles
-from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext, Update
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.simclr import SimCLR
 from fedx_pl.trainer import Orchestrator, Silent, drift_of
 
@@ -179,7 +181,15 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
 def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
     """Clients whose mean losses are 1 and 5, 2 away from their mean of 3; the weighted mean may be another, here 4."""
     updates = [
-        Update(client, 1, {}, ClientMemory({}), torch.tensor(losses)[:, None], ("total",), 1)
+        Update(
+            client=client,
+            num_images=1,
+            state=GlobalState(weights={}),
+            memory=ClientMemory(),
+            losses=torch.tensor(losses)[:, None],
+            loss_names=("total",),
+            images_seen=1,
+        )
         for client, losses in enumerate([[0.0, 2.0], [5.0]])
     ]
     assert band("total", 4.0, updates) == {"loss_band/total_low": 2.0, "loss_band/total_high": 6.0}
@@ -199,16 +209,18 @@ def test_drift_is_the_step_in_lengths_of_the_global_weights() -> None:
 def test_the_angle_is_between_embeddings_before_and_after_training() -> None:
     model = make_model(SimCLR)
     data, first = data_for(model), {name: tensor.clone() for name, tensor in model.shared_state().items()}
-    context = RoundContext(1, 10, 2, 0, first, "average")
-    trainer = LocalTrainer(model, torch.device("cpu"), "32-true", angles_below=1)
-    update = trainer.run(context, 0, data, None)
+    context = RoundContext(
+        round=1, rounds=10, epochs=2, seed=0, global_state=GlobalState(weights=first), batchnorm="average"
+    )
+    trainer = LocalTrainer(model, device=torch.device("cpu"), callbacks=[Angle(clients=1)])
+    update = trainer.run(context, client=0, data=data, memory=None)
     network, embedded = nn.Sequential(model.backbone, model.projector).eval(), []
-    for state in (first, update.state):
+    for state in (first, update.state.weights):
         model.load_shared(state)
         with torch.no_grad():
             embedded.append(network(data.augment.plain(data.store.take(torch.arange(40)))))  # all images, in order
     expected = angles(*embedded).mean().item()
     assert expected > 1
     assert update.metrics["angle"] == pytest.approx(expected, rel=1e-4)
-    assert "angle" not in trainer.run(context, 1, data, None).metrics
+    assert "angle" not in trainer.run(context, client=1, data=data, memory=None).metrics
     assert 0 < update.data_seconds < update.seconds

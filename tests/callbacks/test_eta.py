@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedx_pl.callbacks.eta import Eta, Pace
 from fedx_pl.callbacks.progress import Terminal
-from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 from fedx_pl.trainer import Collected, images_per_second
 
 
@@ -201,7 +201,16 @@ def test_clients_that_never_reported_do_not_stay_in_it() -> None:
 
 def update(client: int, images: int = 100, seconds: float = 0.0) -> Update:
     losses = torch.ones(2, 1)
-    return Update(client, images, {}, ClientMemory({}), losses, ("total",), images_seen=images, seconds=seconds)
+    return Update(
+        client=client,
+        num_images=images,
+        state=GlobalState(weights={}),
+        memory=ClientMemory(),
+        losses=losses,
+        loss_names=("total",),
+        images_seen=images,
+        seconds=seconds,
+    )
 
 
 def test_the_display_does_not_count_the_wait_for_sites() -> None:

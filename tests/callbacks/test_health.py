@@ -12,12 +12,21 @@ from test_trainer import run
 from fedx_pl.callbacks.health import HealthOptions, look
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 
 
 def update(losses: list[float], **metrics: float) -> Update:
     table = torch.tensor(losses)[:, None]
-    return Update(3, 10, {}, ClientMemory({}), table, ("total",), 10, metrics)
+    return Update(
+        client=3,
+        num_images=10,
+        state=GlobalState(weights={}),
+        memory=ClientMemory(),
+        losses=table,
+        loss_names=("total",),
+        images_seen=10,
+        metrics=metrics,
+    )
 
 
 def texts(row: dict[str, Any], *updates: Update) -> list[str]:

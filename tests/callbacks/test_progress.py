@@ -13,13 +13,21 @@ from rich.console import Console
 from fedx_pl.callbacks import progress
 from fedx_pl.callbacks.progress import Terminal, duration
 from fedx_pl.cli.summary import evaluations
-from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 
 
 def update(images: int = 100) -> Update:
     """Of a client that made two steps."""
     losses = torch.tensor([[3.0, 2.0, 1.0], [5.0, 3.5, 1.5]])
-    return Update(0, images, {}, ClientMemory({}), losses, ("total", "byol", "local_relation"), images_seen=images)
+    return Update(
+        client=0,
+        num_images=images,
+        state=GlobalState(weights={}),
+        memory=ClientMemory(),
+        losses=losses,
+        loss_names=("total", "byol", "local_relation"),
+        images_seen=images,
+    )
 
 
 def console(terminal: bool) -> Console:

@@ -18,7 +18,8 @@ from fedx_pl.config.compose import compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import LocalTrainer, RoundContext
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import RoundContext
 from fedx_pl.trainer import Orchestrator, Silent
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
@@ -100,11 +101,16 @@ def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None
 
     plan.load(weights)
     seen = z()
-    trainer = LocalTrainer(plan.model, plan.device, plan.precision)
+    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision)
     angles = []
     for client in range(3):
         memory = checkpoints.load_client(client, state.clients[client])
-        trainer.run(RoundContext(3, 3, 1, 0, weights, "average"), client, plan.client_data(client, 3), memory)
+        trainer.run(
+            RoundContext(round=3, rounds=3, epochs=1, seed=0, global_state=weights, batchnorm="average"),
+            client=client,
+            data=plan.client_data(client, 3),
+            memory=memory,
+        )
         angles.append((seen * z()).sum(1).clamp(-1, 1).arccos().rad2deg())
     angles = torch.stack(angles)
 

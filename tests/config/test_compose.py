@@ -11,8 +11,10 @@ from simsiam import SimSiam
 from torch import nn
 
 from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
+from fedx_pl.config import registry
 from fedx_pl.config.build import build_model
 from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import load_experiment
 from fedx_pl.experiments.results import match, read_results
@@ -219,8 +221,8 @@ def test_a_method_that_is_an_entry_point_is_found_by_its_name(monkeypatch: pytes
     from importlib.metadata import EntryPoint
 
     point = EntryPoint("sims", "simsiam:SimSiam", "fedx_pl.methods")
-    monkeypatch.setattr(methods, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else [])
-    assert methods.find("sims") is SimSiam
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else [])
+    assert find_method("sims") is SimSiam
 
 
 def test_every_key_has_help_and_every_choice_composes() -> None:

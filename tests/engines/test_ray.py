@@ -29,7 +29,7 @@ from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine, Sizes, import_ray
 from fedx_pl.engines.worker import pack, split_name, unpack
 from fedx_pl.errors import UserError, install_hint
-from fedx_pl.federation.client import RoundContext
+from fedx_pl.federation.round import RoundContext
 from fedx_pl.trainer import Orchestrator, Result
 
 pytestmark = pytest.mark.xdist_group("ray")  # One Ray for all, also where tests run in two processes.

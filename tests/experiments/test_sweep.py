@@ -18,9 +18,9 @@ import pytest
 from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
 from rich.console import Console
 
-from fedx_pl import methods
 from fedx_pl.cli.main import main
 from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
 from fedx_pl.experiments.sweep import Job, Sweep, places
@@ -399,7 +399,7 @@ def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) ->
     (modules / "mine.py").write_text(METHOD)
     job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
     assert job.next_command() == ["train", *job.overrides, "--yes"]  # Who knows what trained it.
-    write_record(job.folder, Record(code_of(methods.find("mine:Mine"))))
+    write_record(job.folder, Record(code_of(find_method("mine:Mine"))))
     assert job.next_command()[:3] == ["evaluate", str(job.folder), "semi"]
     assert "allow_code=true" in job.next_command()
     evaluated(job, "semi")

@@ -23,7 +23,7 @@ from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate
 from fedx_pl.federation.aggregate import AggregateOptions
-from fedx_pl.federation.client import RoundContext, Update
+from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State
 from fedx_pl.trainer import Orchestrator, Result
 
@@ -79,8 +79,10 @@ def federation(overrides: list[str]) -> Callable[[str], tuple[State, list[Update
     def trained(split: str) -> tuple[State, list[Update]]:
         plan = prepare(compose([*overrides, split]), report=lambda line: None)
         start = plan.first_state()
-        context = RoundContext(1, 1, 1, plan.config.seed, start, "average")
-        return start, list(SerialEngine(plan, Watching()).run(context, range(CLIENTS), lambda client: None))
+        context = RoundContext(
+            round=1, rounds=1, epochs=1, seed=plan.config.seed, global_state=start, batchnorm="average"
+        )
+        return start.weights, list(SerialEngine(plan, Watching()).run(context, range(CLIENTS), lambda client: None))
 
     return trained
 
@@ -100,16 +102,17 @@ def off(result: State, honest: State, start: State, kind: str) -> float:
 
 
 def combined(rule: str, start: State, updates: list[Update]) -> State:
-    aggregator = aggregate.make(AggregateOptions(rule, max_growth=0), start)
+    aggregator = aggregate.make(AggregateOptions(rule, max_growth=0), GlobalState(weights=start))
     for update in updates:
-        aggregator.add(update.state, update.num_images, update.client)
+        aggregator.add(update.state.tensors(), update.num_images, update.client)
     return aggregator.result()
 
 
 def attacked(updates: list[Update], start: State, attack: str) -> list[Update]:
     honest, corrupt = updates[ATTACKER], ATTACKS.get(attack, ATTACKS["sign flip"])
     images = LIE if attack == "claim" else honest.num_images
-    bad = replace(honest, state=corrupt(honest.state, start), num_images=images)
+    state = GlobalState(weights=corrupt(honest.state.weights, start))
+    bad = replace(honest, state=state, num_images=images)
     return [bad if update.client == ATTACKER else update for update in updates]
 
 
@@ -162,9 +165,9 @@ def test_krum_leaves_exactly_the_attacker_out(kept: Any) -> None:
 def test_krum_takes_an_unusual_honest_client_for_the_attacker(federation: Any) -> None:
     """At beta = 0.1 a flipped update is closer to the others than what some clients learn from their own classes."""
     start, updates = federation("partition.beta=0.1")
-    rule = aggregate.make(AggregateOptions("krum"), start)
+    rule = aggregate.make(AggregateOptions("krum"), GlobalState(weights=start))
     for update in attacked(updates, start, "sign flip"):
-        rule.add(update.state, update.num_images, update.client)
+        rule.add(update.state.tensors(), update.num_images, update.client)
     rule.result()
     assert "weights" not in rule.remarks[ATTACKER]
     assert "statistics" in rule.remarks[ATTACKER]
@@ -174,10 +177,12 @@ def test_an_attack_on_the_weights_alone_is_bounded_too(federation: Any) -> None:
     """Statistics move about 17 times as far: ten times the usual weights would not show in a norm of both."""
     start, updates = federation("partition.kind=iid")
     honest = combined("mean", start, [update for update in updates if update.client != ATTACKER])
-    changed = scaled(10)(updates[ATTACKER].state, start)
-    state = {name: changed[name] if kind_of(name) == "weights" else t for name, t in updates[ATTACKER].state.items()}
+    changed = scaled(10)(updates[ATTACKER].state.weights, start)
+    honest_part = updates[ATTACKER].state.weights
+    mixed = {name: changed[name] if kind_of(name) == "weights" else t for name, t in honest_part.items()}
+    state = GlobalState(weights=mixed)
     bad = [replace(update, state=state) if update.client == ATTACKER else update for update in updates]
-    way = {kind: distance(updates[ATTACKER].state, start, kind) for kind in ("weights", "statistics")}
+    way = {kind: distance(updates[ATTACKER].state.weights, start, kind) for kind in ("weights", "statistics")}
     assert way["statistics"] > 10 * way["weights"]
     assert off(combined("mean", start, bad), honest, start, "weights") > 1.5
     assert off(combined("clip", start, bad), honest, start, "weights") < 0.5
@@ -231,7 +236,8 @@ def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send]
             asked.append(list(clients))
             for client in clients:
                 honest = updates[client]
-                state, memory = dict(honest.state), replace(honest.memory, last_round=context.round)
+                state = GlobalState(weights=dict(honest.state.weights))
+                memory = replace(honest.memory, last_round=context.round)
                 yield send(context.round, replace(honest, state=state, memory=memory))
 
         monkeypatch.setattr(SerialEngine, "run", answer)
@@ -269,8 +275,8 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
 
     def malicious(self: SerialEngine, context: RoundContext, *rest: Any) -> Iterator[Update | Lost]:
         for update in train(self, context, *rest):
-            state = ATTACKS["x1000"](update.state, context.global_state)
-            yield replace(update, state=state) if update.client == ATTACKER else update
+            state = ATTACKS["x1000"](update.state.weights, context.global_state.weights)
+            yield replace(update, state=GlobalState(weights=state)) if update.client == ATTACKER else update
 
     monkeypatch.setattr(SerialEngine, "run", malicious)
     loss = {
@@ -286,13 +292,19 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
 # --- refused, named, completed, paused, quarantined -------------------------------------------------------------------
 
 CONV, VARIANCE = "backbone.conv1.weight", "backbone.bn1.running_var"
+
+
+def with_weights(change: Callable[[State], State]) -> Callable[[Update], Update]:
+    return lambda update: replace(update, state=GlobalState(weights=change(update.state.weights)))
+
+
 MALFORMED: dict[str, Callable[[Update], Update]] = {
-    "NaN or infinity": lambda u: replace(u, state=u.state | {CONV: u.state[CONV] * float("nan")}),
-    "1 tensors are missing": lambda u: replace(u, state={name: t for name, t in u.state.items() if name != CONV}),
-    "1 tensors are unknown, e.g. backdoor": lambda u: replace(u, state=u.state | {"backdoor": torch.ones(1)}),
-    "has shape (1,)": lambda u: replace(u, state=u.state | {CONV: torch.ones(1)}),
-    "is torch.float16, expected torch.float32": lambda u: replace(u, state=u.state | {CONV: u.state[CONV].half()}),
-    "negative variances": lambda u: replace(u, state=u.state | {VARIANCE: -u.state[VARIANCE]}),
+    "NaN or infinity": with_weights(lambda w: w | {CONV: w[CONV] * float("nan")}),
+    "1 tensors are missing": with_weights(lambda w: {name: t for name, t in w.items() if name != CONV}),
+    "1 tensors are unknown, e.g. backdoor": with_weights(lambda w: w | {"backdoor": torch.ones(1)}),
+    "has shape (1,)": with_weights(lambda w: w | {CONV: torch.ones(1)}),
+    "is torch.float16, expected torch.float32": with_weights(lambda w: w | {CONV: w[CONV].half()}),
+    "negative variances": with_weights(lambda w: w | {VARIANCE: -w[VARIANCE]}),
     "it claims -3 images": lambda u: replace(u, num_images=-3),
     "it claims 1000000000 images": lambda u: replace(u, num_images=10**9),
 }

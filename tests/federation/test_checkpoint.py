@@ -9,21 +9,35 @@ import torch
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import ClientMemory, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 from fedx_pl.files import write_atomically
 
 STATE = {"w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last), "n": torch.tensor(3)}
 
 
 def update(memory: ClientMemory) -> Update:
-    return Update(0, 10, {}, memory, torch.zeros(1, 1), ("total",), 10)
+    return Update(
+        client=0,
+        num_images=10,
+        state=GlobalState(weights={}),
+        memory=memory,
+        losses=torch.zeros(1, 1),
+        loss_names=("total",),
+        images_seen=10,
+    )
 
 
 def save_round(checkpoints: Checkpoints, number: int, value: float = 0.0) -> RunState:
-    memory = ClientMemory({"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2)
+    memory = ClientMemory(private={"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2)
     record = checkpoints.save_client(update(memory))
-    state = RunState(number, [{"round": number, "loss": 0.1}], {"knn_top1": 10.0}, {0: record}, 1.5)
-    checkpoints.commit(state, {name: tensor + number for name, tensor in STATE.items()})
+    state = RunState(
+        round=number,
+        rows=[{"round": number, "loss": 0.1}],
+        untrained={"knn_top1": 10.0},
+        clients={0: record},
+        seconds=1.5,
+    )
+    checkpoints.commit(state, GlobalState(weights={name: tensor + number for name, tensor in STATE.items()}))
     return state
 
 
@@ -32,8 +46,8 @@ def test_a_round_is_read_back_exactly(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     state, weights = checkpoints.latest()
     assert state == saved
-    assert torch.equal(weights["w"], STATE["w"] + 1)
-    assert weights["n"].dtype == torch.int64
+    assert torch.equal(weights.weights["w"], STATE["w"] + 1)
+    assert weights.weights["n"].dtype == torch.int64
     memory = checkpoints.load_client(0, state.clients[0])
     assert memory.private["queue"].tolist() == [5.0, 5.0]
     assert (memory.last_round, memory.steps, memory.epochs) == (1, 7, 2)
@@ -48,7 +62,7 @@ def test_a_killed_round_leaves_the_private_state_of_the_one_before(tmp_path: Pat
     """Round 2 is killed after its client was saved and before it was committed."""
     checkpoints = Checkpoints(tmp_path)
     save_round(checkpoints, 1, value=1.0)
-    checkpoints.save_client(update(ClientMemory({"queue": torch.full((2,), 2.0)}, last_round=2)))
+    checkpoints.save_client(update(ClientMemory(private={"queue": torch.full((2,), 2.0)}, last_round=2)))
     reopened = Checkpoints(tmp_path)
     state, _ = reopened.latest()
     assert state.round == 1
@@ -67,10 +81,10 @@ def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState
     """One client, rounds 1, 2, ... with these accuracies; its queue holds the number of the round."""
     state, rows = RunState(), []
     for number, accuracy in enumerate(accuracies, start=1):
-        memory = ClientMemory({"queue": torch.full((2,), float(number))}, last_round=number)
+        memory = ClientMemory(private={"queue": torch.full((2,), float(number))}, last_round=number)
         rows.append({"round": number, "linear_top1": accuracy})
-        state = RunState(number, list(rows), clients={0: checkpoints.save_client(update(memory))})
-        checkpoints.commit(state, STATE)
+        state = RunState(round=number, rows=list(rows), clients={0: checkpoints.save_client(update(memory))})
+        checkpoints.commit(state, GlobalState(weights=STATE))
     return state
 
 
@@ -110,7 +124,7 @@ def test_the_private_state_of_an_absent_client_stays(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     first = save_round(checkpoints, 1, value=1.0)
     for number in range(2, 6):
-        checkpoints.commit(RunState(number, clients=first.clients), STATE)
+        checkpoints.commit(RunState(round=number, clients=first.clients), GlobalState(weights=STATE))
     state, _ = checkpoints.latest()
     assert state.clients == first.clients
     assert checkpoints.load_client(0, state.clients[0]).private["queue"].tolist() == [1.0, 1.0]

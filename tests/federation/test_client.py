@@ -6,19 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from helpers import data_for, make_data, make_model, train
+from pytorch_lightning.trainer.connectors import callback_connector
 
 from fedx_pl.config.build import resolve_device
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import (
-    INITIAL_SCALE,
-    ClientMemory,
-    LocalTrainer,
-    RoundContext,
-    _StayOnDevice,
-    resolve_precision,
-)
+from fedx_pl.federation.client import INITIAL_SCALE, LocalTrainer, _StayOnDevice, resolve_precision
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import FedXMixin, wrap
@@ -32,8 +28,9 @@ def test_the_result_depends_only_on_its_arguments() -> None:
         train(used, data_for(used, seed=client), state=state, client=client)
     alone = train(fresh, data_for(fresh, seed=9), state=state, client=7)
     after = train(used, data_for(used, seed=9), state=state, client=7)
-    for name in alone.state:
-        torch.testing.assert_close(after.state[name], alone.state[name], rtol=0, atol=0, msg=name)
+    expected, found = alone.state.tensors(), after.state.tensors()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
 
 
 def test_an_optimiser_ends_with_its_fit() -> None:
@@ -69,7 +66,7 @@ def test_counters_go_on_over_rounds() -> None:
     model = make_model(SimCLR)
     first = train(model, data_for(model), epochs=2)
     assert (first.memory.steps, first.memory.epochs, first.memory.last_round) == (10, 2, 1)
-    second = train(model, data_for(model), state=first.state, memory=first.memory, round=4, epochs=2)
+    second = train(model, data_for(model), state=first.state.weights, memory=first.memory, round=4, epochs=2)
     assert (second.memory.steps, second.memory.epochs, second.memory.last_round) == (20, 4, 4)
 
 
@@ -119,23 +116,50 @@ def test_greyscale_28x28_trains() -> None:
 def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
     model = make_model(SimCLR)
     mine = train(model, data_for(model), batchnorm="local")
-    kept = "batchnorm/backbone.bn1.running_mean"
-    assert kept in mine.memory.private
-    other = {name: torch.zeros_like(t) if "running_mean" in name else t for name, t in mine.state.items()}
-    before = mine.memory.private[kept].clone()
+    kept = "backbone.bn1.running_mean"
+    assert kept in mine.memory.batchnorm
+    other = {name: torch.zeros_like(t) if "running_mean" in name else t for name, t in mine.state.weights.items()}
+    before = mine.memory.batchnorm[kept].clone()
     seen = []
     model.on_round_start = lambda: seen.append(model.backbone.bn1.running_mean.clone())
     train(model, data_for(model), state=other, memory=mine.memory, round=2, batchnorm="local")
     torch.testing.assert_close(seen[0], before, rtol=0, atol=0)
-    train(model, data_for(model), state=other, memory=ClientMemory({}, 1), round=2, batchnorm="average")
+    train(model, data_for(model), state=other, memory=ClientMemory(last_round=1), round=2, batchnorm="average")
     assert seen[1].abs().sum() == 0
 
 
 def test_every_step_is_told() -> None:
     model, ticks = make_model(SimCLR), []
-    context = RoundContext(1, 10, 2, 0, model.shared_state(), "average")
-    LocalTrainer(model, torch.device("cpu"), "32-true", lambda: ticks.append(1)).run(context, 0, data_for(model), None)
+    context = RoundContext(
+        round=1,
+        rounds=10,
+        epochs=2,
+        seed=0,
+        global_state=GlobalState(weights=model.shared_state()),
+        batchnorm="average",
+    )
+    LocalTrainer(model, device=torch.device("cpu"), precision="32-true", tick=lambda: ticks.append(1)).run(
+        context, client=0, data=data_for(model), memory=None
+    )
     assert len(ticks) == 2 * 5
+
+
+class Installed(pl.Callback):
+    """With a state, so that Lightning refuses a second one in a fit."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": 1}
+
+
+def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may bring one by an entry point; Lightning puts it into the list that it is given."""
+    monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda group: [Installed()])
+    model = make_model(SimCLR)
+    trainer = LocalTrainer(model, device=torch.device("cpu"))
+    context = RoundContext(round=1, rounds=10, epochs=1, seed=0, global_state=GlobalState(weights=model.shared_state()))
+    for client in (0, 1):
+        trainer.run(context, client=client, data=data_for(model, images=8))
+        assert sum(isinstance(callback, Installed) for callback in model.trainer.callbacks) == 1
 
 
 def test_precision_auto_is_full_on_a_cpu() -> None:
@@ -149,23 +173,32 @@ def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
     """A fresh GradScaler would skip the first steps of every fit. It is the client's own, so that neither the order of
     clients nor the process they train in shows, and a run that goes on has it again."""
     model = make_model(SimCLR)
-    trainer = LocalTrainer(model, torch.device("cpu"), "16-mixed")
-    context = RoundContext(1, 10, 1, 0, model.shared_state(), "average")
-    first = trainer.run(context, 0, data_for(model, images=8), None)
-    assert first.memory.private["scale/scale"] == INITIAL_SCALE
-    private = first.memory.private | {"scale/scale": torch.tensor(1024.0)}
+    trainer = LocalTrainer(model, device=torch.device("cpu"), precision="16-mixed")
+    context = RoundContext(
+        round=1,
+        rounds=10,
+        epochs=1,
+        seed=0,
+        global_state=GlobalState(weights=model.shared_state()),
+        batchnorm="average",
+    )
+    first = trainer.run(context, client=0, data=data_for(model, images=8), memory=None)
+    assert first.memory.loss_scale["scale"] == INITIAL_SCALE
+    scale = first.memory.loss_scale | {"scale": torch.tensor(1024.0)}
     context = replace(context, round=2)
-    later = trainer.run(context, 0, data_for(model, images=8), replace(first.memory, private=private))
-    assert later.memory.private["scale/scale"] == 1024.0
-    newcomer = trainer.run(context, 1, data_for(model, images=8), None)
-    assert newcomer.memory.private["scale/scale"] == INITIAL_SCALE
+    later = trainer.run(
+        context, client=0, data=data_for(model, images=8), memory=replace(first.memory, loss_scale=scale)
+    )
+    assert later.memory.loss_scale["scale"] == 1024.0
+    newcomer = trainer.run(context, client=1, data=data_for(model, images=8), memory=None)
+    assert newcomer.memory.loss_scale["scale"] == INITIAL_SCALE
 
 
 def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
     model = make_model(wrap(FedXMixin, BYOL))
     first = train(model, data_for(model))
-    train(model, data_for(model), state=first.state, memory=first.memory, round=2)
+    train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
     assert [str(warning.message) for warning in recwarn] == []

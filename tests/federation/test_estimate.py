@@ -17,7 +17,7 @@ from fedx_pl.cli.main import main
 from fedx_pl.config.build import Plan, prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.federation import estimate
-from fedx_pl.federation.client import RoundContext, Update
+from fedx_pl.federation.round import RoundContext, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.trainer import Orchestrator, Silent
 
@@ -43,8 +43,15 @@ def two_rounds(plan: Plan) -> list[Update]:
     trainer, federation = plan.trainer(lambda: None), plan.config.federation
     state, memory, updates = plan.first_state(), None, []
     for round_number in (1, 2):
-        context = RoundContext(round_number, federation.rounds, 1, plan.config.seed, state, federation.batchnorm)
-        updates.append(trainer.run(context, 0, plan.client_data(0, round_number), memory))
+        context = RoundContext(
+            round=round_number,
+            rounds=federation.rounds,
+            epochs=1,
+            seed=plan.config.seed,
+            global_state=state,
+            batchnorm=federation.batchnorm,
+        )
+        updates.append(trainer.run(context, client=0, data=plan.client_data(0, round_number), memory=memory))
         state, memory = updates[-1].state, updates[-1].memory
     return updates
 
@@ -72,7 +79,8 @@ def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
     for one, other in zip(plain, after_estimate, strict=True):
         assert torch.equal(one.losses, other.losses)
         assert one.metrics == other.metrics
-        for state, same in ((one.state, other.state), (one.memory.private, other.memory.private)):
+        for mine, others in ((one.state, other.state), (one.memory, other.memory)):
+            state, same = mine.tensors(), others.tensors()
             assert state.keys() == same.keys()
             assert all(torch.equal(state[name], same[name]) for name in state)
 

@@ -10,6 +10,7 @@ import pytest
 from helpers import METHOD, forget_modules
 
 from fedx_pl import SSLMethod, methods
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.federation.foreign_code import Record, code_of, read_record, require_current, write_record
 
@@ -22,7 +23,7 @@ def write(folder: Path, **files: str) -> None:
 
 
 def load(name: str) -> type[SSLMethod]:
-    return methods.find(f"{name}:Mine")
+    return find_method(f"{name}:Mine")
 
 
 @pytest.mark.parametrize("name", list(methods.BUILT_IN))

@@ -17,11 +17,13 @@ from safetensors.torch import load_file
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from fedx_pl.callbacks.angle import Angle
 from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError, install_hint
-from fedx_pl.federation.client import LocalTrainer, RoundContext, Update
+from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
+from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
 from fedx_pl.trainer import Orchestrator, Result, Silent
@@ -145,8 +147,20 @@ def test_a_variance_stays_positive() -> None:
 def train(privacy: PrivacyOptions | None, round: int = 1, client: int = 0, seed: int = 0, **options: Any) -> Update:
     """A client whose training does not depend on seed, round or client: only the noise can."""
     model = make_model(SimCLR)
-    trainer = LocalTrainer(model, torch.device("cpu"), "32-true", privacy=privacy, **options)
-    return trainer.run(RoundContext(round, 10, 1, seed, model.shared_state(), "average"), client, data_for(model), None)
+    trainer = LocalTrainer(model, device=torch.device("cpu"), precision="32-true", privacy=privacy, **options)
+    return trainer.run(
+        RoundContext(
+            round=round,
+            rounds=10,
+            epochs=1,
+            seed=seed,
+            global_state=GlobalState(weights=model.shared_state()),
+            batchnorm="average",
+        ),
+        client=client,
+        data=data_for(model),
+        memory=None,
+    )
 
 
 def distance(a: State, b: State) -> float:
@@ -155,47 +169,56 @@ def distance(a: State, b: State) -> float:
 
 
 def test_under_noise_a_client_does_not_tell_how_its_embeddings_turned() -> None:
-    assert "angle" in train(PrivacyOptions(clip=1.0), angles_below=1).metrics
-    assert "angle" not in train(PrivacyOptions(clip=1.0, noise=1.0), angles_below=1).metrics
+    assert "angle" in train(PrivacyOptions(clip=1.0), callbacks=[Angle(clients=1)]).metrics
+    assert "angle" not in train(PrivacyOptions(clip=1.0, noise=1.0), callbacks=[Angle(clients=1)]).metrics
 
 
 def test_a_client_s_update_is_clipped_as_a_whole() -> None:
     """Weights and BatchNorm's statistics together; private state and counters stay as trained."""
     before, plain = make_model(SimCLR).shared_state(), train(None)
-    bound = distance(plain.state, before) / 3
+    bound = distance(plain.state.weights, before) / 3
     clipped = train(PrivacyOptions(clip=bound))
-    assert distance(clipped.state, before) == pytest.approx(bound, rel=1e-5)
+    assert distance(clipped.state.weights, before) == pytest.approx(bound, rel=1e-5)
     assert clipped.metrics["update_norm"] == pytest.approx(3 * bound)
     name = "backbone.bn1.running_mean"
-    moved = (plain.state[name] - before[name]) / 3
-    torch.testing.assert_close(clipped.state[name] - before[name], moved, rtol=1e-4, atol=1e-6)
+    moved = (plain.state.weights[name] - before[name]) / 3
+    torch.testing.assert_close(clipped.state.weights[name] - before[name], moved, rtol=1e-4, atol=1e-6)
     counter = "backbone.bn1.num_batches_tracked"
-    assert clipped.state[counter] == plain.state[counter] == 5
+    assert clipped.state.weights[counter] == plain.state.weights[counter] == 5
 
 
 def test_what_stays_with_the_client_is_not_noised() -> None:
     kept = []
     for privacy in (None, PrivacyOptions(clip=1.0, noise=1.0)):
         model = make_model(BYOL)
-        trainer = LocalTrainer(model, torch.device("cpu"), "32-true", privacy=privacy)
-        context = RoundContext(1, 10, 1, 0, model.shared_state(), "local")
-        kept.append(trainer.run(context, 0, data_for(model), None).memory.private)
-    assert any(name.startswith("batchnorm/") for name in kept[0])
-    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+        trainer = LocalTrainer(model, device=torch.device("cpu"), precision="32-true", privacy=privacy)
+        context = RoundContext(
+            round=1,
+            rounds=10,
+            epochs=1,
+            seed=0,
+            global_state=GlobalState(weights=model.shared_state()),
+            batchnorm="local",
+        )
+        kept.append(trainer.run(context, client=0, data=data_for(model), memory=None).memory)
+    plain, noised = (memory.tensors() for memory in kept)
+    assert kept[0].batchnorm
+    assert all(torch.equal(plain[name], noised[name]) for name in plain)
 
 
 def test_off_is_off_to_the_bit() -> None:
     plain, off = train(None), train(PrivacyOptions())
-    assert all(torch.equal(plain.state[name], off.state[name]) for name in plain.state)
+    expected, found = plain.state.tensors(), off.state.tensors()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert off.metrics == plain.metrics
 
 
 def test_noise_depends_on_seed_round_and_client_or_on_nothing_known() -> None:
     privacy, name = PrivacyOptions(clip=1.0, noise=1.0), "projector.layers.0.weight"
-    first = train(privacy).state[name]
-    assert torch.equal(first, train(privacy).state[name])
+    first = train(privacy).state.weights[name]
+    assert torch.equal(first, train(privacy).state.weights[name])
     for other in ({"round": 2}, {"client": 1}, {"seed": 1}, {"secret_noise": True}):
-        assert (train(privacy, **other).state[name] - first).std() > 0.5, other
+        assert (train(privacy, **other).state.weights[name] - first).std() > 0.5, other
 
 
 # --- epsilon ----------------------------------------------------------------------------------------------------------
@@ -307,7 +330,7 @@ def test_a_clipped_federation_stays_near_its_start(tiny: list[str], tmp_path: Pa
     """Each round moves the mean by C at most, so two rounds by 2C."""
     words = [*tiny, "privacy.clip=0.01"]
     result, end = run(words, tmp_path / "clipped")
-    start = prepare(compose(words), report=lambda line: None).first_state()
+    start = prepare(compose(words), report=lambda line: None).first_state().tensors()
     assert distance(start, end) <= 2 * 0.01 + 1e-5
     assert all(row["update_norm"] > 0.01 for row in result.rows)
     assert "epsilon" not in result.rows[0]

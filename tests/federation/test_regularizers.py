@@ -14,13 +14,12 @@ from fedx_pl.cli.main import main
 from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation import regularizers
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.federation.client import Update
 from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
+from fedx_pl.federation.round import GlobalState, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
-from fedx_pl.methods.base import OptimOptions, State
+from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import wrap
 from fedx_pl.trainer import Orchestrator, Silent
 
@@ -57,7 +56,7 @@ def test_fedprox_pulls_back_towards_the_received_weights(momentum: float, expect
     half precision gradients bear the loss scale when the callback sees them, and the pull must bear it as well.
     """
     update = two_steps(line(momentum), regularizer=FedProx(0.5), precision=precision)
-    assert update.state["p"].item() == pytest.approx(expected, abs=1e-6)
+    assert update.state.weights["p"].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_fedprox_without_weight_equals_plain_training_to_the_bit() -> None:
@@ -66,8 +65,9 @@ def test_fedprox_without_weight_equals_plain_training_to_the_bit() -> None:
         for regularizer in (None, FedProx(0.0))
         for model in [make_model(wrap(FedXMixin, SimCLR))]
     )
-    assert plain.state.keys() == prox.state.keys()
-    assert all(torch.equal(plain.state[name], prox.state[name]) for name in plain.state)
+    expected, found = plain.state.tensors(), prox.state.tensors()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_fedprox_stays_nearer_to_the_global_weights() -> None:
@@ -75,19 +75,19 @@ def test_fedprox_stays_nearer_to_the_global_weights() -> None:
     for mu in (0.0, 10.0):
         model = make_model(SimCLR)
         before = model.shared_state()
-        after = train(model, data_for(model), epochs=3, regularizer=FedProx(mu)).state
+        after = train(model, data_for(model), epochs=3, regularizer=FedProx(mu)).state.weights
         moved.append(sum((after[n] - before[n]).square().sum() for n, _ in model.named_parameters()).sqrt().item())
     assert moved[1] < 0.8 * moved[0]
 
 
-def fold(regularizer: Regularizer, state: State, updates: list[Update], all_images: int) -> State:
+def fold(regularizer: Regularizer, state: GlobalState, updates: list[Update], all_images: int) -> GlobalState:
     """What the orchestrator does with the updates of a round."""
-    average = FedAvg(state)
+    average = FedAvg(state.tensors())
     for update in updates:
-        average.add(update.state, update.num_images)
-    (_, before), (weights, mean) = regularizers.split(state), regularizers.split(average.result())
-    server = regularizer.fold(before, mean, average.num_images / all_images)
-    return regularizers.join(weights, server)
+        average.add(update.state.tensors(), update.num_images)
+    mean = GlobalState.from_tensors(average.result())
+    server = regularizer.fold(state.server, mean.server, average.num_images / all_images)
+    return GlobalState(weights=mean.weights, server=server)
 
 
 @pytest.mark.parametrize(("momentum", "c_a"), [(0.0, 2.0), (0.9, 2.9)])
@@ -100,8 +100,8 @@ def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, 
     their mean, and both clients end at the same place again.
     """
     model, scaffold = line(momentum), Scaffold()
-    state = regularizers.join(model.shared_state(), scaffold.server_state(model))
-    assert state["server/p"].item() == 0
+    state = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model))
+    assert state.server["p"].item() == 0
     memory: dict[float, Any] = {2.0: None, 4.0: None}
     ends = {}
     for round in (1, 2):
@@ -110,11 +110,11 @@ def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, 
             model.slope = slope
             updates.append(two_steps(model, state=state, memory=memory[slope], round=round, regularizer=scaffold))
             memory[slope] = updates[-1].memory
-            ends[round, slope] = updates[-1].state["p"].item()
+            ends[round, slope] = updates[-1].state.weights["p"].item()
         state = fold(scaffold, state, updates, all_images=32)
-        assert state["server/p"].item() == pytest.approx(1.5 * c_a)
-        assert memory[2.0].private["regularizer/p"].item() == pytest.approx(c_a)
-        assert memory[4.0].private["regularizer/p"].item() == pytest.approx(2 * c_a)
+        assert state.server["p"].item() == pytest.approx(1.5 * c_a)
+        assert memory[2.0].regularizer["p"].item() == pytest.approx(c_a)
+        assert memory[4.0].regularizer["p"].item() == pytest.approx(2 * c_a)
     assert ends[2, 2.0] == pytest.approx(ends[2, 4.0], abs=1e-6)
     start = (ends[1, 2.0] + ends[1, 4.0]) / 2
     assert ends[2, 2.0] == pytest.approx(start - 0.2 * 1.5 * c_a, abs=1e-6)
@@ -123,9 +123,9 @@ def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, 
 def test_scaffold_of_a_sampled_client_moves_the_server_by_its_share() -> None:
     """c_A goes from 0 to 2 at a client with a quarter of all images: c = .25 * 2."""
     model, scaffold = line(), Scaffold()
-    state = regularizers.join(model.shared_state(), scaffold.server_state(model))
+    state = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model))
     state = fold(scaffold, state, [two_steps(model, state=state, regularizer=scaffold)], all_images=64)
-    assert state["server/p"].item() == pytest.approx(0.5)
+    assert state.server["p"].item() == pytest.approx(0.5)
 
 
 def test_scaffold_does_nothing_to_identical_clients() -> None:
@@ -133,13 +133,13 @@ def test_scaffold_does_nothing_to_identical_clients() -> None:
     ends = []
     for scaffold in (Scaffold(), Regularizer()):
         model = make_model(SimCLR)
-        state, memory = regularizers.join(model.shared_state(), scaffold.server_state(model)), None
+        state, memory = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model)), None
         for round in (1, 2):
             data = data_for(model)
             twins = [train(model, data, state=state, memory=memory, round=round, regularizer=scaffold) for _ in "ab"]
             memory = twins[0].memory
             state = fold(scaffold, state, twins, all_images=80)
-        ends.append(regularizers.split(state)[0])
+        ends.append(state.weights)
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
@@ -149,12 +149,12 @@ def test_scaffold_does_nothing_to_identical_clients() -> None:
 def test_every_method_trains_with_every_regularizer(name: str, fedx: bool, regularizer: Regularizer) -> None:
     model = make_model(wrap(FedXMixin, BUILT_IN[name]) if fedx else BUILT_IN[name])
     data = data_for(model)
-    state = regularizers.join(model.shared_state(), regularizer.server_state(model))
+    state = GlobalState(weights=model.shared_state(), server=regularizer.server_state(model))
     first = train(model, data, state=state, regularizer=regularizer)
     state = fold(regularizer, state, [first], all_images=40)
     second = train(model, data, state=state, memory=first.memory, round=2, regularizer=regularizer)
     assert second.losses.isfinite().all()
-    assert fold(regularizer, state, [second], all_images=40).keys() == state.keys()
+    assert fold(regularizer, state, [second], all_images=40).tensors().keys() == state.tensors().keys()
 
 
 def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
     assert main(["train", *stopped]) == 0
     ends = [load_file(tmp_path / d / "checkpoints/round_00002/global.safetensors") for d in ("whole", "stopped")]
     assert ends[0].keys() == ends[1].keys()
-    assert any(name.startswith(regularizers.SERVER) and ends[0][name].abs().sum() > 0 for name in ends[0])
+    assert any(name.startswith("server/") and ends[0][name].abs().sum() > 0 for name in ends[0])
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -189,13 +189,13 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny
             assert found is not None
             state, weights = found
             trained.append(len(state.clients))
-            server = regularizers.split(weights)[1]
+            server = weights.server
             expected = {name: torch.zeros_like(tensor) for name, tensor in server.items()}
             for client, record in state.clients.items():
                 memory = checkpoints.load_client(client, record)
                 assert memory is not None
                 for name, mean in expected.items():
-                    mean += sizes[client] / sum(sizes) * memory.private[f"regularizer/{name}"]
+                    mean += sizes[client] / sum(sizes) * memory.regularizer[name]
             assert any(tensor.abs().sum() > 0 for tensor in server.values())
             torch.testing.assert_close(server, expected, rtol=1e-4, atol=1e-6)
 
@@ -209,10 +209,12 @@ def test_an_ema_target_follows_the_corrected_step() -> None:
     model, scaffold = make_model(BUILT_IN["byol"], momentum=0.99, optim=OptimOptions(lr=0.1)), Scaffold()
     start = {name: tensor.clone() for name, tensor in model.shared_state().items()}
     server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
-    update = train(model, data_for(model, images=8), state=regularizers.join(start, server), regularizer=scaffold)
+    update = train(
+        model, data_for(model, images=8), state=GlobalState(weights=start, server=server), regularizer=scaffold
+    )
     assert len(update.losses) == 1
     name = "conv1.weight"
-    expected = 0.99 * start[f"backbone.{name}"] + 0.01 * update.state[f"backbone.{name}"]
+    expected = 0.99 * start[f"backbone.{name}"] + 0.01 * update.state.weights[f"backbone.{name}"]
     torch.testing.assert_close(update.memory.private[f"target.0.{name}"], expected, rtol=0, atol=1e-5)
 
 
@@ -303,10 +305,10 @@ def test_scaffold_corrects_each_step_by_the_rate_that_the_step_had() -> None:
     """Slope 2, rates .1 and .05, c = 1, c_i = 0: p = 1 - .15 * 3 = .55, and c_i <- 0 - 1 + .45 / .15 = 2."""
     model, scaffold = make_model(Halved), Scaffold()
     server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
-    state = regularizers.join(model.shared_state(), server)
+    state = GlobalState(weights=model.shared_state(), server=server)
     update = two_steps(model, state=state, regularizer=scaffold)
-    assert update.state["p"].item() == pytest.approx(0.55)
-    assert update.memory.private["regularizer/p"].item() == pytest.approx(2.0)
+    assert update.state.weights["p"].item() == pytest.approx(0.55)
+    assert update.memory.regularizer["p"].item() == pytest.approx(2.0)
 
 
 class Warming(Line):
@@ -319,7 +321,7 @@ class Warming(Line):
 def test_scaffold_learns_nothing_from_a_round_without_a_rate() -> None:
     model, scaffold = make_model(Warming), Scaffold()
     update = two_steps(model, regularizer=scaffold)
-    assert update.state["server/p"].item() == update.memory.private["regularizer/p"].item() == 0
+    assert update.state.server["p"].item() == update.memory.regularizer["p"].item() == 0
 
 
 def test_an_unknown_regularizer_is_refused() -> None:

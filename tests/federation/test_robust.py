@@ -15,6 +15,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation import aggregate, robust
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator, BadUpdate, FedAvg
 from fedx_pl.federation.robust import MEDIAN, MultiKrum, NormClipping, TrimmedMean
+from fedx_pl.federation.round import GlobalState
 
 ROBUST = ("clip", "median", "trimmed", "krum")
 
@@ -159,7 +160,9 @@ def test_an_attack_on_the_weights_does_not_hide_behind_larger_statistics() -> No
 def test_what_clients_send_to_a_regulariser_is_clipped_towards_zero() -> None:
     """It is a change already: 1, 1 and 100 with the bound 2 make 4/3, whatever the server's own value (5) is."""
     reference = {"server/w": torch.tensor([5.0])}
-    assert fold(NormClipping(reference, 2), [[1.0], [1.0], [100.0]], name="server/w") == [pytest.approx(4 / 3)]
+    assert fold(NormClipping(reference, 2, changes=["server/w"]), [[1.0], [1.0], [100.0]], name="server/w") == [
+        pytest.approx(4 / 3)
+    ]
 
 
 def test_the_largest_numbers_are_clipped_without_loss() -> None:
@@ -253,7 +256,7 @@ def test_krum_says_how_many_updates_it_needs() -> None:
 
 
 def of(rule: str, reference: dict[str, torch.Tensor]) -> Aggregator:
-    return aggregate.make(AggregateOptions(rule, max_growth=0), reference)
+    return aggregate.make(AggregateOptions(rule, max_growth=0), GlobalState(weights=reference))
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -310,7 +313,7 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
     assert compose(["aggregate=median"]).aggregate.rule == "median"
     assert "-median-" in compose(["aggregate=median"]).run_name
     assert compose([]).aggregate == AggregateOptions()
-    assert type(aggregate.make(AggregateOptions(), ZERO)) is FedAvg
+    assert type(aggregate.make(AggregateOptions(), GlobalState(weights=ZERO))) is FedAvg
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from test_trainer import run
 from fedx_pl.callbacks.tensorboard import RunWriter
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState
-from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.federation.pending import Pending
+from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 
 
 def test_too_little_space_is_told_before_training(
@@ -60,24 +59,33 @@ def test_the_best_round_is_kept_beside_the_newest(tmp_path: Path) -> None:
     rows = []
     for round, linear in ((1, 30.0), (2, 50.0), (3, 40.0), (4, None)):
         rows.append({"round": round, "knn_top1": 10.0 * round} | ({"linear_top1": linear} if linear else {}))
-        checkpoints.commit(RunState(round, list(rows)), {"w": torch.tensor(float(round))})
+        weights = {"w": torch.tensor(float(round))}
+        checkpoints.commit(RunState(round=round, rows=list(rows)), GlobalState(weights=weights))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "round_00004"]
-    state, weights = checkpoints.read(2)
-    assert (state.round, weights["w"].item()) == (2, 2.0)
+    state, found = checkpoints.read(2)
+    assert (state.round, found.weights["w"].item()) == (2, 2.0)
     with pytest.raises(UserError, match="no checkpoint of round 3"):
         checkpoints.read(3)
 
 
 def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_again(tmp_path: Path) -> None:
     """4 MB at 400 MB/s take 0.01 s; ten times that is 0.1 s."""
-    update = Update(2, 7, {"w": torch.ones(1_000_000)}, ClientMemory({}), torch.zeros(3, 1), ("total",), 9)
-    record, pending = ClientRecord(1, 3, 1, "", 7), Pending(tmp_path)
+    update = Update(
+        client=2,
+        num_images=7,
+        state=GlobalState(weights={"w": torch.ones(1_000_000)}),
+        memory=ClientMemory(),
+        losses=torch.zeros(3, 1),
+        loss_names=("total",),
+        images_seen=9,
+    )
+    record, pending = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7), UnfinishedRound(tmp_path)
     pending.save(1, replace(update, seconds=0.09), record)
     assert list(pending.load(1)) == []
     pending.save(1, replace(update, seconds=0.11), record)
     pending.save(1, replace(update, seconds=0.11), record)  # Trained again after a power loss: folded in once.
     ((found, kept),) = pending.load(1)
-    assert torch.equal(found.state["w"], update.state["w"])
+    assert torch.equal(found.state.weights["w"], update.state.weights["w"])
     assert (found.client, found.num_images, found.images_seen, kept) == (2, 7, 9, record)
     assert list(pending.load(2)) == []
     pending.clear()

@@ -87,17 +87,17 @@ def test_shared_and_private_state_round_trip(name: str) -> None:
     """A client that leaves and comes back on another model instance trains exactly as if it had stayed."""
     model, other = make_model(CLASSES[name], seed=1), make_model(CLASSES[name], seed=2)
     first = train(model, data_for(model))
-    shared, private = first.state, first.memory.private
+    shared, private = first.state.tensors(), first.memory.tensors()
     assert shared.keys() & private.keys() == set()
     assert shared.keys() | {n for n in model.state_dict() if n.split(".")[0] in model.private_names()} == set(
         model.state_dict()
     )
     stayed = train(model, data_for(model, seed=1), state=shared, memory=first.memory, round=2)
     returned = train(other, data_for(model, seed=1), state=shared, memory=first.memory, round=2)
-    for key in stayed.state:
-        torch.testing.assert_close(returned.state[key], stayed.state[key], rtol=0, atol=0, msg=key)
-    for key in stayed.memory.private:
-        torch.testing.assert_close(returned.memory.private[key], stayed.memory.private[key], rtol=0, atol=0, msg=key)
+    for mine, others in ((returned.state, stayed.state), (returned.memory, stayed.memory)):
+        found, expected = mine.tensors(), others.tensors()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0, msg=key)
 
 
 @every_method
@@ -119,7 +119,9 @@ def test_training_changes_the_network_and_lowers_nothing_to_nan(name: str) -> No
     update = train(model, data_for(model), epochs=2)
     assert update.losses.shape == (2 * 5, len(update.loss_names))
     assert update.losses.isfinite().all()
-    assert any(not torch.equal(update.state[key], before[key]) for key in before if key.startswith("backbone.conv1"))
+    assert any(
+        not torch.equal(update.state.weights[key], before[key]) for key in before if key.startswith("backbone.conv1")
+    )
 
 
 @every_method
@@ -134,7 +136,7 @@ def test_bf16_autocast_runs_and_keeps_float32_weights(name: str) -> None:
     model = make_model(CLASSES[name])
     update = train(model, data_for(model), precision="bf16-mixed")
     assert update.losses.isfinite().all()
-    assert {tensor.dtype for tensor in update.state.values()} <= {torch.float32, torch.int64}
+    assert {tensor.dtype for tensor in update.state.tensors().values()} <= {torch.float32, torch.int64}
 
 
 @every_method
@@ -200,7 +202,7 @@ def by_trainer_and_by_hand(name: str, *, fused: bool) -> tuple[State, State]:
                     for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
                         slow.lerp_(fast, 1 - momentum)
     reference.on_round_end()
-    return update.state, reference.shared_state()
+    return update.state.tensors(), reference.shared_state()
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("-fedx")])
@@ -282,7 +284,8 @@ def test_a_term_of_one_element_counts_whatever_its_axes(fedx: bool) -> None:
         updates.append(train(model, data_for(model)))
     for update in updates[1:]:
         assert torch.equal(update.losses, updates[0].losses)
-        assert all(torch.equal(update.state[name], updates[0].state[name]) for name in update.state)
+        found, expected = update.state.tensors(), updates[0].state.tensors()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_term_that_is_not_one_number_is_named_with_its_shape() -> None:

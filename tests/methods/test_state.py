@@ -36,9 +36,9 @@ def test_ema_keeps_the_storage_of_the_target() -> None:
 def test_byol_target_is_private_and_survives_a_round() -> None:
     model = make_model(BYOL)
     first = train(model, data_for(model))
-    assert all(name.startswith("target.") for name in first.memory.private)
-    assert not any(name.startswith("target.") for name in first.state)
-    model.receive(first.state, first.memory.private, absent=0)
+    assert all(name.startswith("target.") for name in first.memory.tensors())
+    assert not any(name.startswith("target.") for name in first.state.tensors())
+    model.receive(first.state.weights, first.memory.private, absent=0)
     kept = model.private_state()
     for name, tensor in first.memory.private.items():
         torch.testing.assert_close(kept[name], tensor, rtol=0, atol=0)
@@ -47,7 +47,7 @@ def test_byol_target_is_private_and_survives_a_round() -> None:
 def test_byol_client_that_was_absent_starts_its_target_from_the_global_model() -> None:
     model = make_model(BYOL)
     first = train(model, data_for(model))
-    model.receive(first.state, first.memory.private, absent=1)
+    model.receive(first.state.weights, first.memory.private, absent=1)
     torch.testing.assert_close(model.target[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0)
     assert not torch.equal(first.memory.private["target.0.conv1.weight"], model.backbone.conv1.weight)
 
@@ -69,16 +69,16 @@ def test_moco_key_network_is_the_query_network_at_round_start() -> None:
     model = make_model(MoCo, queue_size=32)
     first = train(model, data_for(model))
     assert not torch.equal(model.key[0].conv1.weight, model.backbone.conv1.weight)
-    model.receive(first.state, first.memory.private)
+    model.receive(first.state.weights, first.memory.private)
     torch.testing.assert_close(model.key[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0)
 
 
 def test_moco_queue_is_kept_between_rounds_and_never_shared() -> None:
     model = make_model(MoCo, queue_size=32)
     first = train(model, data_for(model))
-    assert set(first.memory.private) == {"queue", "queue_next"}
-    assert not {"queue", "queue_next"} & first.state.keys()
-    model.receive(first.state, first.memory.private, absent=3)
+    assert set(first.memory.tensors()) == {"queue", "queue_next"}
+    assert not {"queue", "queue_next"} & first.state.tensors().keys()
+    model.receive(first.state.weights, first.memory.private, absent=3)
     torch.testing.assert_close(model.queue, first.memory.private["queue"], rtol=0, atol=0)
 
 
@@ -123,7 +123,7 @@ def fedu_after_a_round(mu: float) -> tuple[FedU, dict[str, torch.Tensor], dict[s
     """A trained FedU client, its private state, and a global state whose predictor is all ones."""
     model = make_model(FedU, mu=mu)
     update = train(model, data_for(model))
-    ones = {n: torch.ones_like(t) if n.startswith("predictor.") else t for n, t in update.state.items()}
+    ones = {n: torch.ones_like(t) if n.startswith("predictor.") else t for n, t in update.state.weights.items()}
     return model, update.memory.private, ones
 
 
@@ -232,7 +232,8 @@ def test_protocl_prototypes_stay_at_home() -> None:
     update = train(model, data_for(model))
     assert "prototype" in update.loss_names
     assert update.losses[:, update.loss_names.index("prototype")].min() > 0
-    assert not any("prototype" in name or "cluster" in name for name in update.state | update.memory.private)
+    names = update.state.tensors() | update.memory.tensors()
+    assert not any("prototype" in name or "cluster" in name for name in names)
 
 
 # --- states ---

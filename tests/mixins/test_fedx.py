@@ -119,7 +119,7 @@ def test_f_takes_the_next_global_model_in_place() -> None:
     teacher = model.global_model.network
     train(model, data_for(model), state=second.state, memory=second.memory, round=3)
     assert model.global_model.network is teacher
-    other.load_shared(second.state)
+    other.load_shared(second.state.weights)
     x = next(data_for(model).epoch(0)).first
     torch.testing.assert_close(teacher(x), other.eval().embed(x), rtol=1e-4, atol=1e-5)
 
@@ -129,7 +129,7 @@ def test_f_of_an_untrained_model_normalises_by_the_batch_and_later_by_its_statis
     model, _ = started()
     assert model.global_model.network[0].bn1.training
     first = train(model, data_for(model))
-    train(model, data_for(model), state=first.state, memory=first.memory, round=2)
+    train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
     assert not any(module.training for module in model.global_model.network.modules())
 
 
@@ -139,7 +139,7 @@ def test_folding_f_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses_of_round_2() -> torch.Tensor:
         model = make_model(FedXSimCLR)
         first = train(model, data_for(model))
-        return train(model, data_for(model), state=first.state, memory=first.memory, round=2).losses
+        return train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2).losses
 
     folded = losses_of_round_2()
     monkeypatch.setattr("fedx_pl.mixins.teacher.foldable_pairs", lambda network: [])

@@ -21,7 +21,7 @@ def started(images: int = 40, queue_size: int = 16, **options: object) -> tuple[
     model = make_model(FedXSimCLR, fedx=fedx)
     data = data_for(model, images=images)
     assert data.relation_size == 0
-    model.load_shared(train(model, data).state)
+    model.load_shared(train(model, data).state.weights)
     start(model, data, round=2)
     return model, data
 
@@ -92,8 +92,8 @@ def test_a_client_smaller_than_the_queue_has_a_shorter_one() -> None:
 def test_nothing_of_the_queue_is_kept_or_averaged() -> None:
     model, data = started()
     update = train(model, data, round=2)
-    assert not update.memory.private
-    assert not any("queue" in name for name in update.state)
+    assert not update.memory.tensors()
+    assert not any("queue" in name for name in update.state.tensors())
 
 
 @pytest.mark.parametrize(

@@ -40,20 +40,21 @@ def test_moon_has_no_gradient_in_a_clients_first_round() -> None:
     plain = train(make_model(SimCLR), make_data(), epochs=2)
     term = update.losses[:, update.loss_names.index("model_contrast")]
     torch.testing.assert_close(term, torch.full_like(term, 5 * math.log(2)))
-    torch.testing.assert_close(update.state, plain.state, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(update.state.tensors(), plain.state.tensors(), rtol=1e-4, atol=1e-5)
 
 
 def test_moon_contrasts_the_global_with_the_previous_model() -> None:
     model, data = moon(mu=2.0, tau=0.5), make_data()
     first = train(model, data)
-    other = {name: t + 0.05 * torch.randn_like(t) if t.is_floating_point() else t for name, t in first.state.items()}
+    weights = first.state.weights
+    other = {name: t + 0.05 * torch.randn_like(t) if t.is_floating_point() else t for name, t in weights.items()}
     other = {name: t.abs() if name.endswith("running_var") else t for name, t in other.items()}
     model.receive(other, first.memory.private)
     start(model, data, round=2)
     batch = next(data.epoch(0))
     z = model.embed_views(batch)
     frozen = []
-    for state in (other, first.state):
+    for state in (other, weights):
         twin = make_model(SimCLR)
         twin.load_shared({name: state[name] for name in twin.shared_state()})
         frozen.append(twin.eval().embed(batch.first).detach())
@@ -66,8 +67,8 @@ def test_the_previous_model_is_what_the_client_trained_last_and_stays_private() 
     model = moon()
     update = train(model, make_data())
     previous = {name: t for name, t in update.memory.private.items() if name.startswith("moon_previous.")}
-    torch.testing.assert_close(previous["moon_previous.0.conv1.weight"], update.state["backbone.conv1.weight"])
-    assert not any(name.startswith("moon_previous") for name in update.state)
+    torch.testing.assert_close(previous["moon_previous.0.conv1.weight"], update.state.weights["backbone.conv1.weight"])
+    assert not any(name.startswith("moon_previous") for name in update.state.tensors())
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -75,10 +76,10 @@ def test_the_previous_model_survives_an_absence(name: str) -> None:
     """BYOL forgets its target then, but not what belongs to the mixin."""
     model = make_model(wrap(MoonMixin, BUILT_IN[name]))
     update = train(model, make_data())
-    other = {n: t + 0.1 if t.is_floating_point() else t for n, t in update.state.items()}
+    other = {n: t + 0.1 if t.is_floating_point() else t for n, t in update.state.weights.items()}
     model.receive(other, update.memory.private, absent=2)
     kept = model.private_state()["moon_previous.0.conv1.weight"]
-    torch.testing.assert_close(kept, update.state["backbone.conv1.weight"])
+    torch.testing.assert_close(kept, update.state.weights["backbone.conv1.weight"])
 
 
 def base_model() -> SSLMethod:
@@ -118,7 +119,7 @@ def test_the_base_encoder_is_neither_trained_nor_sent(base: Path) -> None:
     update = train(model, make_data())
     x = next(make_data().epoch(0)).first
     torch.testing.assert_close(model._fedca_base(x), base_model().embed(x).detach(), rtol=1e-3, atol=1e-4)
-    assert not torch.equal(update.state["backbone.conv1.weight"], plain.backbone.state_dict()["conv1.weight"])
+    assert not torch.equal(update.state.weights["backbone.conv1.weight"], plain.backbone.state_dict()["conv1.weight"])
 
 
 def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> No
     whole = wrap(FedXMixin, wrap(MoonMixin, wrap(FedCAMixin, method)))
     model = make_model(whole, fedca=FedCAOptions(base=str(tmp_path)))
     first = train(model, data_for(model))
-    second = train(model, data_for(model), state=first.state, memory=first.memory, round=2)
+    second = train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
     assert second.losses.isfinite().all()
     assert {"alignment", "model_contrast", "global_contrast", "global_relation"} <= set(second.loss_names)
     assert wrap(MoonMixin, whole) is whole

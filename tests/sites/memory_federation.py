@@ -14,7 +14,7 @@ from fedx_pl.cli.sites import coordinator_plan
 from fedx_pl.config.build import Plan
 from fedx_pl.config.compose import compose
 from fedx_pl.engines import Lost
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import wire
 from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Reply, Seen
@@ -90,5 +90,12 @@ class Trial:
         return "\n".join(self.watching.notes)
 
     def run(self, clients: list[int], memory: ClientMemory | None = None, round: int = 1) -> list[Update | Lost]:
-        context = RoundContext(round, 4, 1, 0, {"w": torch.arange(3.0)}, "average")
+        context = RoundContext(
+            round=round,
+            rounds=4,
+            epochs=1,
+            seed=0,
+            global_state=GlobalState(weights={"w": torch.arange(3.0)}),
+            batchnorm="average",
+        )
         return list(self.engine.run(context, clients, lambda client: memory))

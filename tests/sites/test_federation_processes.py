@@ -26,11 +26,11 @@ HELD = """
 import contextlib, pathlib
 from fedx_pl.federation.client import LocalTrainer
 run, hold = LocalTrainer.run, pathlib.Path("hold")
-def held(self, context, *rest):
-    found = run(self, context, *rest)
+def held(self, context, **rest):
+    found = run(self, context, **rest)
     with contextlib.suppress(FileNotFoundError):
         while hold.read_text() == str(context.round):
-            run(self, context, *rest)
+            run(self, context, **rest)
     return found
 LocalTrainer.run = held
 """

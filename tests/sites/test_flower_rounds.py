@@ -12,7 +12,7 @@ pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flow
 from memory_federation import Fake, Trial
 
 from fedx_pl.engines import Lost
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
 from fedx_pl.sites.link import Reply, Seen
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_a_site_is_told_what_the_coordinator_remembers_of_it(trial: Trial) -> None:
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
-    (found,) = trial.run([0], ClientMemory({}, last_round=2, steps=6, epochs=2), round=3)
+    (found,) = trial.run([0], ClientMemory(last_round=2, steps=6, epochs=2), round=3)
     (_, kind, content) = trial.link.sent[-1]
     assert kind == wire.TRAIN
     run = trial.engine.book.run
     numbers = {"round": 3, "client": 0, "last_round": 2, "steps": 6, "epochs": 2}
     assert content.meta == {"run": run, "health": True} | numbers
     assert isinstance(found, Update)
-    assert found.memory == ClientMemory({}, last_round=3, steps=8, epochs=3)
+    assert found.memory == ClientMemory(last_round=3, steps=8, epochs=3)
     assert (found.client, found.num_images, found.images_seen) == (0, 10, 10)
     assert found.loss_names == ("total", "term")
     assert found.losses.tolist() == [[1.0, 0.5]]
-    assert parts.same(found.state, {"w": torch.arange(3.0)})
+    assert parts.same(found.state.tensors(), {"w": torch.arange(3.0)})
 
 
 def test_a_site_that_is_gone_is_lost_without_fault(trial: Trial) -> None:
@@ -43,7 +43,18 @@ def test_a_site_that_is_gone_is_lost_without_fault(trial: Trial) -> None:
     trial.link.join(1, Fake("b"))
     trial.engine.choose(1)
     gone.deaf = True
-    rounds = trial.engine.run(RoundContext(1, 4, 1, 0, {"w": torch.ones(1)}, "average"), [0, 1], lambda client: None)
+    rounds = trial.engine.run(
+        RoundContext(
+            round=1,
+            rounds=4,
+            epochs=1,
+            seed=0,
+            global_state=GlobalState(weights={"w": torch.ones(1)}),
+            batchnorm="average",
+        ),
+        [0, 1],
+        lambda client: None,
+    )
     assert isinstance(next(rounds), Update)  # b, while a is silent
     del trial.link.here[0]
     (lost,) = list(rounds)
@@ -59,7 +70,18 @@ def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
     trial.link.join(0, killed)
     trial.engine.choose(1)
     killed.deaf = True
-    rounds = trial.engine.run(RoundContext(1, 4, 1, 0, {"w": torch.ones(1)}, "average"), [0], lambda client: None)
+    rounds = trial.engine.run(
+        RoundContext(
+            round=1,
+            rounds=4,
+            epochs=1,
+            seed=0,
+            global_state=GlobalState(weights={"w": torch.ones(1)}),
+            batchnorm="average",
+        ),
+        [0],
+        lambda client: None,
+    )
     step = iter(rounds)
     sites = trial.link.sites
 
@@ -160,7 +182,7 @@ def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:
 def test_answers_that_make_no_sense_are_a_fault(trial: Trial, changed: dict[str, Any], reason: str) -> None:
     trial.link.join(0, Fake("a", **changed))
     trial.engine.choose(1)
-    (lost,) = trial.run([0], ClientMemory({}, 1, steps=6, epochs=1), round=2)
+    (lost,) = trial.run([0], ClientMemory(last_round=1, steps=6, epochs=1), round=2)
     assert isinstance(lost, Lost)
     assert lost.fault
     assert reason in lost.reason
@@ -196,7 +218,7 @@ def test_a_site_that_lost_its_private_state_goes_on_counting(trial: Trial) -> No
     """It counts from 0 again: 2 steps of this round, after 6 before."""
     trial.link.join(0, Fake("a", remembered=False, steps=2))
     trial.engine.choose(1)
-    (found,) = trial.run([0], ClientMemory({}, 3, steps=6, epochs=3), round=4)
+    (found,) = trial.run([0], ClientMemory(last_round=3, steps=6, epochs=3), round=4)
     assert isinstance(found, Update)
-    assert found.memory == ClientMemory({}, 4, steps=8, epochs=4)
+    assert found.memory == ClientMemory(last_round=4, steps=8, epochs=4)
     assert "site a had lost its private state and started anew" in trial.notes

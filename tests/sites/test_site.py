@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config.compose import Config, compose
-from fedx_pl.federation.client import ClientMemory, LocalTrainer
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import ClientMemory
 from fedx_pl.methods.base import State
 from fedx_pl.sites import wire
 from fedx_pl.sites.site import KEPT_ROUNDS, Memories, Site, offer
@@ -100,7 +101,7 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
     said: list[str] = []
     site = make_site(said=said)
     assert site.answer(wire.HELLO, hello()).meta == {"site": "a", "images": 24}
-    first = site.plan.first_state()
+    first = site.plan.first_state().tensors()
     found = site.answer(wire.TRAIN, train(first, health=True))
     assert found.meta["site"] == "a"
     assert found.meta["images"] == 24
@@ -131,7 +132,7 @@ def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
     monkeypatch.setattr("fedx_pl.sites.site.HEALTH_IMAGES", 12)
     site = make_site(f"data.root={folder}")
     site.answer(wire.HELLO, hello())
-    found = site.answer(wire.TRAIN, train(site.plan.first_state(), health=True))
+    found = site.answer(wire.TRAIN, train(site.plan.first_state().tensors(), health=True))
     assert found.meta["metrics"]["rankme"] > 2
 
 
@@ -149,7 +150,7 @@ def test_private_state_survives_a_restart(make_site: MakeSite) -> None:
     """Two rounds of one site, and the same two with a new process in between: the same weights and target network."""
     staying = make_site()
     staying.answer(wire.HELLO, hello())
-    first = staying.plan.first_state()
+    first = staying.plan.first_state().tensors()
     one = staying.answer(wire.TRAIN, train(first))
     told = {"last_round": 1, "steps": one.meta["steps"], "epochs": 1}
     two = staying.answer(wire.TRAIN, train(one.tensors, 2, **told))
@@ -171,7 +172,7 @@ def test_lost_private_state_starts_anew_and_is_told_to_both_sides(make_site: Mak
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
-    first = site.plan.first_state()
+    first = site.plan.first_state().tensors()
     found = site.answer(wire.TRAIN, train(first, 3, last_round=2, steps=6, epochs=2))
     assert found.meta["remembered"] is False
     assert "the private state of round 2 is not here; starting anew" in said
@@ -251,7 +252,7 @@ def test_training_before_a_greeting_is_not_answered(make_site: MakeSite) -> None
     site = make_site()
     assert site.answer(wire.TRAIN, train({})) is None
     site.answer(wire.HELLO, hello())
-    assert site.answer(wire.TRAIN, train(site.plan.first_state(), run="f" * 16)) is None
+    assert site.answer(wire.TRAIN, train(site.plan.first_state().tensors(), run="f" * 16)) is None
     assert error(site, wire.HELLO, hello(method={"name": "nonsense"}))
     assert site.answer(wire.TRAIN, train({})) is None  # A greeting that failed is none.
     assert not site.state.exists()
@@ -264,7 +265,7 @@ def test_messages_of_another_kind_are_refused(make_site: MakeSite) -> None:
 def test_weights_of_another_network_are_refused(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
-    state = site.plan.first_state()
+    state = site.plan.first_state().tensors()
     name = "backbone.conv1.weight"
     assert f"{name} is only on one side" in error(
         site, wire.TRAIN, train({key: value for key, value in state.items() if key != name})
@@ -278,7 +279,7 @@ def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
     for changed in ({"round": 0}, {"round": "1"}, {"client": -1}, {"client": True}, {"last_round": 1.5}):
-        assert f"{next(iter(changed))}=" in error(site, wire.TRAIN, train(site.plan.first_state(), **changed))
+        assert f"{next(iter(changed))}=" in error(site, wire.TRAIN, train(site.plan.first_state().tensors(), **changed))
 
 
 def test_an_empty_folder_is_told_to_both_sides(make_site: MakeSite, tmp_path: Path) -> None:
@@ -295,9 +296,9 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
-    first = site.plan.first_state()
+    first = site.plan.first_state().tensors()
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA out of memory at /home/someone")
 
     monkeypatch.setattr(LocalTrainer, "run", fail)
@@ -316,7 +317,7 @@ def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
 
 
 def memory(round: int) -> ClientMemory:
-    return ClientMemory({"target": torch.full((2, 3), float(round))}, round)
+    return ClientMemory(private={"target": torch.full((2, 3), float(round))}, last_round=round)
 
 
 def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> No
 
 
 def test_a_site_that_keeps_nothing_is_found_all_the_same(tmp_path: Path) -> None:
-    Memories(tmp_path).save(ClientMemory({}, 1))
+    Memories(tmp_path).save(ClientMemory(last_round=1))
     assert Memories(tmp_path).load(1) == {}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedx_pl.callbacks.tensorboard import Layout, RunWriter
 from fedx_pl.config.build import Plan
 from fedx_pl.evaluation.features import extract
-from fedx_pl.federation.client import Update
+from fedx_pl.federation.round import Update
 
 try:
     import resource

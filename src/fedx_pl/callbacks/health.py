@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedx_pl.errors import require
-from fedx_pl.federation.client import Update
+from fedx_pl.federation.round import Update
 
 COLLAPSED = "the encoder has collapsed"
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from fedx_pl.callbacks.eta import Due, Eta
-from fedx_pl.federation.client import Update
+from fedx_pl.federation.round import Update
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 

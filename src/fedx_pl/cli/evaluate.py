@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedx_pl import methods
 from fedx_pl.callbacks import progress
 from fedx_pl.cli.summary import evaluations
 from fedx_pl.config.build import Plan, assemble, prepare
 from fedx_pl.config.compose import Config, compose, load
+from fedx_pl.config.registry import find_method
 from fedx_pl.data import partition
 from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.errors import UserError
@@ -36,9 +36,9 @@ from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.experiments.results import evaluation_settings
 from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
-from fedx_pl.federation.client import ClientMemory, LocalTrainer, RoundContext
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext
 from fedx_pl.files import write_atomically
-from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
 
 CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")
@@ -145,7 +145,7 @@ class _Run:
     plan: Plan
     checkpoints: Checkpoints
     state: RunState
-    global_state: State  # on the plan's device
+    global_state: GlobalState  # on the plan's device
 
 
 def _read(folder: Path, allow_code: bool) -> Config:
@@ -178,7 +178,7 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
 
 def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) -> None:
     """Weights may be measured with code that was edited since, which is told; they are not trained with it."""
-    before, code = foreign_code.read_record(folder), foreign_code.code_of(methods.find(config.method.name))
+    before, code = foreign_code.read_record(folder), foreign_code.code_of(find_method(config.method.name))
     if before is None and code:
         report(f"note: {folder} does not say which code trained it; it is measured with the code of today")
     changed = foreign_code.differing(before.modules, code) if before else []
@@ -214,7 +214,7 @@ def _open(
         raise UserError(f"{folder} was trained on other images; {instead}") from error
     report(f"{config.name}: round {state.round} of {config.federation.rounds}, on {plan.device}")
     plan.model.to(plan.device)
-    global_state = {name: tensor.to(plan.device) for name, tensor in global_state.items()}
+    global_state = global_state.to(plan.device)
     try:
         plan.load(global_state)
     except ValueError as error:
@@ -279,16 +279,23 @@ def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick
     draw = np.random.default_rng(derive(config.seed, "geometry"))
     clients = sorted(draw.choice(len(plan.clients), size=count, replace=False).tolist())
     advance = _counter(tick, sum(plan.steps_of(client) for client in clients))
-    trainer = LocalTrainer(plan.model, plan.device, plan.precision, advance, regularizer=plan.regularizer)
+    trainer = LocalTrainer(
+        plan.model, device=plan.device, precision=plan.precision, tick=advance, regularizer=plan.regularizer
+    )
     # One round more than the run has: at its very end a cosine schedule would leave a learning rate of zero.
     rounds = max(round, config.federation.rounds)
     context = RoundContext(
-        round, rounds, config.federation.epochs, config.seed, run.global_state, config.federation.batchnorm
+        round=round,
+        rounds=rounds,
+        epochs=config.federation.epochs,
+        seed=config.seed,
+        global_state=run.global_state,
+        batchnorm=config.federation.batchnorm,
     )
     found = []
     for client in clients:
         memory = _memory(run, client)
-        trainer.run(context, client, plan.client_data(client, round), memory)
+        trainer.run(context, client=client, data=plan.client_data(client, round), memory=memory)
         angles = geometry.angles(_embed(plan, images), z)
         if torch.isfinite(angles).all():
             found.append(angles)

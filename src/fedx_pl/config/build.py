@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedx_pl import backbones, methods
+from fedx_pl import backbones
+from fedx_pl.callbacks.angle import Angle
 from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.registry import find_method
 from fedx_pl.data import partition, sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
@@ -22,7 +24,8 @@ from fedx_pl.evaluation.evaluate import Evaluator
 from fedx_pl.federation import estimate, privacy, regularizers
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.client import LocalTrainer, resolve_precision
-from fedx_pl.methods.base import LocalRound, SSLMethod, State
+from fedx_pl.federation.round import GlobalState
+from fedx_pl.methods.base import LocalRound, SSLMethod
 from fedx_pl.mixins import MIXINS, wrap
 from fedx_pl.seeding import derive
 
@@ -68,13 +71,13 @@ class Plan:
         same = type(trained) is type(given) and repr(trained) == repr(given)
         return "" if same else type(trained).__qualname__
 
-    def first_state(self) -> State:
+    def first_state(self) -> GlobalState:
         """The global state before the first round."""
-        return regularizers.join(self.model.shared_state(), self.regularizer.server_state(self.model))
+        return GlobalState(weights=self.model.shared_state(), server=self.regularizer.server_state(self.model))
 
-    def load(self, global_state: State) -> SSLMethod:
+    def load(self, global_state: GlobalState) -> SSLMethod:
         """The model with the weights of a global state."""
-        self.model.load_shared(regularizers.split(global_state)[0])
+        self.model.load_shared(global_state.weights)
         return self.model
 
     def trainer(self, tick: Callable[[], None], secret_noise: bool = False) -> LocalTrainer:
@@ -85,9 +88,16 @@ class Plan:
             secret_noise: the noise of `privacy.noise` cannot be told from the run's seed; for real clients.
         """
         return LocalTrainer(
-            self.model, self.device, self.precision, tick, self.config.run.compile, self.regularizer,
-            self.config.privacy, secret_noise, self.config.run.client_curves,
-        )  # fmt: skip
+            self.model,
+            device=self.device,
+            precision=self.precision,
+            compile=self.config.run.compile,
+            regularizer=self.regularizer,
+            privacy=self.config.privacy,
+            secret_noise=secret_noise,
+            callbacks=[Angle(self.config.run.client_curves)],
+            tick=tick,
+        )
 
     def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
         """A client's batches in a round; ``rows`` if not the split's but its own, as at a site."""
@@ -164,7 +174,15 @@ class Plan:
         largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
         data = self.client_data(largest, round=1)
         # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
-        local = LocalRound(rounds, rounds, largest, epochs, 0, self.config.seed, data)
+        local = LocalRound(
+            round=rounds,
+            rounds=rounds,
+            client=largest,
+            epochs=epochs,
+            epochs_before=0,
+            seed=self.config.seed,
+            data=data,
+        )
         per_step = estimate.step_seconds(self.model, data, local, self.device, self.precision)
         with estimate.restored(self.model):
             evaluating = self.evaluator.estimate_seconds(self.model, self.device, first_round, rounds)
@@ -255,7 +273,7 @@ def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None
         config: of the run.
         plan: if there is one; before, a model for usual images is made.
     """
-    method = methods.find(config.method.name)
+    method = find_method(config.method.name)
     own = method.configure_optimizers is not SSLMethod.configure_optimizers
     if config.regularizer.name != "scaffold" or not own:
         return
@@ -264,7 +282,15 @@ def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None
         model = plan.model if plan else build_model(config, channels=3, image_size=32)
         data: Any = plan.client_data(0, round=1) if plan and plan.clients else None
         with estimate.restored(model):
-            model.local = LocalRound(1, federation.rounds, 0, federation.epochs, 0, config.seed, data)
+            model.local = LocalRound(
+                round=1,
+                rounds=federation.rounds,
+                client=0,
+                epochs=federation.epochs,
+                epochs_before=0,
+                seed=config.seed,
+                data=data,
+            )
             optimizers = regularizers.optimizers_in(model.configure_optimizers())
     except Exception:
         return
@@ -283,7 +309,7 @@ def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tup
 
 def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     """The method of the configuration with freshly initialised weights, the same for the same seed."""
-    method = methods.find(config.method.name)
+    method = find_method(config.method.name)
     options: dict[str, Any] = {}
     for name, mixin in MIXINS.items():
         if (chosen := getattr(config, name)).enabled:

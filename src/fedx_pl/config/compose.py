@@ -32,6 +32,7 @@ from fedx_pl import methods
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.health import HealthOptions
 from fedx_pl.config.options import FederationOptions, RunOptions
+from fedx_pl.config.registry import find_method
 from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.images import RESIZED, DataOptions
 from fedx_pl.data.partition import PartitionOptions
@@ -210,7 +211,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
     for name, mixin in MIXINS.items():
-        if issubclass(methods.find(chosen["method"]), mixin):
+        if issubclass(find_method(chosen["method"]), mixin):
             schema[name].enabled = True
     if schema.data.name not in RESIZED:
         schema.data.image_size = 0  # Profiles set it for those that have it.
@@ -290,7 +291,7 @@ def _schema(method_name: str) -> DictConfig:
 @cache
 def _prototype(method_name: str) -> DictConfig:
     own: list[Any] = [("name", str, field(default=method_name))]
-    for key, (hint, default, _) in hyper_parameters(methods.find(method_name)).items():
+    for key, (hint, default, _) in hyper_parameters(find_method(method_name)).items():
         many = isinstance(default, list | tuple)
         own.append((key, hint, field(default_factory=partial(list, default)) if many else field(default=default)))
     options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)

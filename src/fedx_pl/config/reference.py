@@ -2,6 +2,7 @@
 
 from fedx_pl import methods
 from fedx_pl.config import compose as configuration
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 
 
@@ -21,7 +22,7 @@ def key_reference(method_name: str = "") -> str:
     lines += [_key_line(key, default, text) for key, default, text in configuration.all_keys()]
     listed = dict(methods.BUILT_IN)
     try:
-        listed |= {method_name: methods.find(method_name)} if method_name else {}
+        listed |= {method_name: find_method(method_name)} if method_name else {}
     except UserError as error:  # The rest of the help is still worth reading.
         lines += ["", f"error: {error}"]
     for name, method in listed.items():

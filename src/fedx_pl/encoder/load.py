@@ -13,9 +13,10 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from fedx_pl import backbones, methods
+from fedx_pl import backbones
 from fedx_pl.config.build import build_model, normalisation
 from fedx_pl.config.compose import Config, from_tree, load
+from fedx_pl.config.registry import find_method
 from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange
 from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode
@@ -89,7 +90,9 @@ class Encoder(nn.Module):
         if found is None:
             raise UserError(f"{folder} has no finished round; there is no encoder yet")
         weights = {
-            name.removeprefix("backbone."): tensor for name, tensor in found[1].items() if name.startswith("backbone.")
+            name.removeprefix("backbone."): tensor
+            for name, tensor in found[1].weights.items()
+            if name.startswith("backbone.")
         }
         side, channels = _side(config), stored_channels(config.data)
         backbone = _backbone(folder, config, channels, side, allow_code)
@@ -175,7 +178,7 @@ def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code
             f"you trust it, add --allow-code (in Python, allow_code=True)"
         )
     whole = load(folder / "config.yaml", trusted="*")
-    code = foreign_code.code_of(methods.find(whole.method.name))
+    code = foreign_code.code_of(find_method(whole.method.name))
     if changed := foreign_code.differing(record.modules, code) if record else []:
         warnings.warn(
             f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights are put into the "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from fedx_pl.errors import require
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, RoundContext, Update
 
 if TYPE_CHECKING:  # A plan holds the configuration, which holds `EngineOptions`.
     from fedx_pl.config.build import Plan

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from fedx_pl.config.build import Plan
 from fedx_pl.engines.base import Engine, MemoryOf, Watcher
-from fedx_pl.federation.client import RoundContext, Update
+from fedx_pl.federation.round import RoundContext, Update
 
 
 class SerialEngine(Engine):
@@ -17,4 +17,6 @@ class SerialEngine(Engine):
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
         """Trains the clients in the order given."""
         for client in clients:
-            yield self.trainer.run(context, client, self.plan.client_data(client, context.round), memory_of(client))
+            yield self.trainer.run(
+                context, client=client, data=self.plan.client_data(client, context.round), memory=memory_of(client)
+            )

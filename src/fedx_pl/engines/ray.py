@@ -21,10 +21,10 @@ import torch
 from fedx_pl.config.build import Plan
 from fedx_pl.config.compose import Config
 from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
-from fedx_pl.engines.worker import Worker, pack, repacked, split_name, unpack
+from fedx_pl.engines.worker import EMPTY, Worker, pack, split_name
 from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.federation import foreign_code
-from fedx_pl.federation.client import RoundContext, Update
+from fedx_pl.federation.round import RoundContext, Update
 
 PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
 
@@ -104,7 +104,8 @@ class RayEngine(Engine):
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
         """Trains the largest client first: begun last, it would keep everyone waiting."""
         ray, errors, retries = self.ray, self.ray.exceptions, self.plan.config.engine.retries
-        state, context = ray.put(pack(context.global_state)), replace(context, global_state={})
+        state = ray.put(pack(context.global_state.tensors()))
+        context = replace(context, global_state=EMPTY)
         waiting = deque(sorted(clients, key=lambda client: (-len(self.plan.clients[client]), client)))
         tries, idle = Counter[int](), deque[_Seat]()
         jobs: dict[Any, tuple[_Seat, int | None]] = {seat.ready: (seat, None) for seat in self._seats}
@@ -114,7 +115,8 @@ class RayEngine(Engine):
                 seat, client = idle.popleft(), waiting.popleft()
                 self.watcher.working(seat.name, client)
                 memory = memory_of(client)
-                job = seat.actor.train.remote(context, state, client, memory and repacked(pack, memory))
+                counters, kept = (memory.without_tensors(), pack(memory.tensors())) if memory else (None, {})
+                job = seat.actor.train.remote(context, state, client, counters, kept)
                 jobs[job] = seat, client
 
         while waiting or any(client is not None for _, client in jobs.values()):
@@ -148,8 +150,8 @@ class RayEngine(Engine):
                 self._check(seat, *reply)
                 continue
             send()  # Before the update is folded in: the worker need not wait for that.
-            self.watcher.step(len(reply.losses))
-            yield replace(reply, state=unpack(reply.state, self.plan.device), memory=repacked(unpack, reply.memory))
+            self.watcher.step(len(reply.update.losses))
+            yield reply.unpacked(self.plan.device)
 
     def _check(self, seat: _Seat, split: str, code: str, process: str) -> None:
         seat.process, seat.deaths = process, 0

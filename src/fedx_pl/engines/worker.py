@@ -5,9 +5,9 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,29 @@ from fedx_pl.config.build import Plan, prepare
 from fedx_pl.config.compose import from_tree
 from fedx_pl.errors import UserError
 from fedx_pl.federation import foreign_code
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State
 
 CPU = torch.device("cpu")
 
 # Bytes, dtype, shape and whether channels come last: Ray hands arrays on without copying them, tensors it copies.
 Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
+
+
+EMPTY = GlobalState(weights={})
+
+
+class Answer(NamedTuple):
+    """A worker's update; its tensors are packed."""
+
+    update: Update
+    state: Packed
+    memory: Packed
+
+    def unpacked(self, device: torch.device) -> Update:
+        """The update with its tensors; the state on a device, the memory on the CPU."""
+        state = GlobalState.from_tensors(unpack(self.state, device))
+        return replace(self.update, state=state, memory=with_tensors(self.update.memory, unpack(self.memory)))
 
 
 class Worker:
@@ -52,12 +68,28 @@ class Worker:
         code = foreign_code.hash_of(type(plan.model))
         return split_name(plan), code, f"process {os.getpid()} on {machine}"
 
-    def train(self, context: RoundContext, state: Packed, client: int, memory: ClientMemory | None) -> Update:
-        """One client, one round; the states in ``memory`` and in the result are packed."""
-        context = replace(context, global_state=unpack(state, self.plan.device))
-        memory = memory and repacked(unpack, memory)
-        update = self.trainer.run(context, client, self.plan.client_data(client, context.round), memory)
-        return replace(update, state=pack(update.state), memory=repacked(pack, update.memory))  # type: ignore[arg-type]
+    def train(
+        self, context: RoundContext, state: Packed, client: int, counters: ClientMemory | None, kept: Packed
+    ) -> Answer:
+        """Trains one client for a round.
+
+        Args:
+            context: of the round, without the global state.
+            state: the global state.
+            client: who trains.
+            counters: its memory without tensors; None for a client that has none.
+            kept: the tensors of its memory.
+        """
+        context = replace(context, global_state=GlobalState.from_tensors(unpack(state, self.plan.device)))
+        memory = counters and with_tensors(counters, unpack(kept))
+        update = self.trainer.run(
+            context, client=client, data=self.plan.client_data(client, context.round), memory=memory
+        )
+        return Answer(
+            update=replace(update, state=EMPTY, memory=update.memory.without_tensors()),
+            state=pack(update.state.tensors()),
+            memory=pack(update.memory.tensors()),
+        )
 
 
 def split_name(plan: Plan) -> str:
@@ -91,6 +123,8 @@ def unpack(state: Packed, device: torch.device = CPU) -> State:
     return found
 
 
-def repacked(how: Callable[[Any], Any], memory: ClientMemory) -> ClientMemory:
-    """A memory whose private state is packed, or unpacked."""
-    return replace(memory, private=how(memory.private))
+def with_tensors(counters: ClientMemory, tensors: State) -> ClientMemory:
+    """A memory from the parts that travel apart."""
+    return ClientMemory.from_tensors(
+        tensors, last_round=counters.last_round, steps=counters.steps, epochs=counters.epochs
+    )

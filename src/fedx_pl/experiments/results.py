@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedx_pl import methods
 from fedx_pl.config.compose import Config, compose, flat, former_labels
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation import foreign_code
@@ -162,7 +162,7 @@ def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list
         ignored = [*ignored, LABELS]  # All labels, whichever way it is said.
     differing = [key for key in now if key in then and key not in ignored and now[key] != then[key]]
     found = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
-    if result.code and result.code != (code := foreign_code.hash_of(methods.find(config.method.name))):
+    if result.code and result.code != (code := foreign_code.hash_of(find_method(config.method.name))):
         found.append(f"the code of method={config.method.name} was {result.code}, is {code or 'the package'}")
     return found
 

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from fedx_pl import methods
 from fedx_pl.callbacks.progress import QUIET_SECONDS, duration, is_live
 from fedx_pl.config.compose import Config, compose, load
+from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.experiments.definition import Experiment
@@ -99,7 +99,7 @@ class Job:
 
     def code(self) -> str:
         """The hash of the method's code as it is now; empty for a method of this package."""
-        return foreign_code.hash_of(methods.find(self.config.method.name))
+        return foreign_code.hash_of(find_method(self.config.method.name))
 
     def trained_code(self) -> str:
         """The hash of the code that the run folder was trained with."""

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedx_pl.errors import UserError, require
+from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
 
 MAX_IMAGES = 10_000_000
@@ -64,13 +65,17 @@ class AggregateOptions:
 class Aggregator:
     """Takes the updates of a round and makes one state of them; what is common to all rules."""
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
+    def __init__(
+        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+    ) -> None:
         """Starts without updates.
 
         Args:
             reference: the state every update must match in names, shapes and dtypes: the current global state.
             max_images: more than any client can own.
+            changes: names of tensors that clients send as a change already, such as SCAFFOLD's control variates.
         """
+        self._changes = frozenset(changes)
         self._reference = {name: tensor.detach() for name, tensor in reference.items()}
         self._max_images = max_images
         self.max_growth = 0.0  # An update whose weights are longer by this factor is refused; 0: none is.
@@ -160,9 +165,11 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES) -> None:
+    def __init__(
+        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+    ) -> None:
         """Starts an empty average; the arguments are those of `Aggregator`."""
-        super().__init__(reference, max_images)
+        super().__init__(reference, max_images, changes=changes)
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
@@ -184,20 +191,21 @@ def narrow(values: Tensor, reference: Tensor) -> Tensor:
     return (values if reference.is_floating_point() else values.round()).to(reference.dtype)
 
 
-def make(options: AggregateOptions, reference: Mapping[str, Tensor]) -> Aggregator:
+def make(options: AggregateOptions, reference: GlobalState) -> Aggregator:
     """The rule of a configuration, for one round that starts from ``reference``."""
     from fedx_pl.federation import robust  # Here: it builds on this module.
 
+    tensors, changes, most = reference.tensors(), reference.server_names(), options.max_images
     rule: Aggregator
     if options.rule == "clip":
-        rule = robust.NormClipping(reference, options.clip, options.max_images)
+        rule = robust.NormClipping(tensors, options.clip, most, changes=changes)
     elif options.rule == "median":
-        rule = robust.TrimmedMean(reference, robust.MEDIAN, options.max_images)
+        rule = robust.TrimmedMean(tensors, robust.MEDIAN, most, changes=changes)
     elif options.rule == "trimmed":
-        rule = robust.TrimmedMean(reference, options.trim, options.max_images)
+        rule = robust.TrimmedMean(tensors, options.trim, most, changes=changes)
     elif options.rule == "krum":
-        rule = robust.MultiKrum(reference, options.byzantine, options.max_images)
+        rule = robust.MultiKrum(tensors, options.byzantine, most, changes=changes)
     else:
-        rule = FedAvg(reference, options.max_images)
+        rule = FedAvg(tensors, most, changes=changes)
     rule.max_growth = options.max_growth
     return rule

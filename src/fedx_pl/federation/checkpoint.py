@@ -5,6 +5,8 @@
     RUN/checkpoints/round_00012/SHA256SUMS             of the two, as `sha256sum --check` reads it
     RUN/checkpoints/best/                              the same two files of the round with the best accuracy so far
     RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
+    RUN/pending/00003.safetensors                      client 3's update of the round that is under way
+    RUN/pending/journal.jsonl                          a line for each: its round, checksum, counters and metrics
 
 A round is committed by one rename of its folder. Client files carry their round in their name, so a run that is killed
 in the middle of round 13 still finds what each client had when round 12 was committed. Weights are safetensors and the
@@ -15,6 +17,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,17 +25,22 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, Update
-from fedx_pl.files import checksum, sync_folder, tensor_bytes, write_atomically
-from fedx_pl.methods.base import State
+from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.files import checksum, size_of, sync_folder, tensor_bytes, write_atomically
 
 # What reading a file may raise that is damaged, or made by a stranger.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
-@dataclass(frozen=True)
+_STATE, _LOSSES = "state/", "losses"
+BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
+WORTH = 10.0  # An update is saved if training it took this many times as long as saving it.
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClientRecord:
     """The part of a client's memory that fits in JSON."""
 
@@ -44,7 +52,7 @@ class ClientRecord:
     bytes: int = 0  # of its file
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunState:
     """Everything of a run but tensors, as of its last finished round."""
 
@@ -84,17 +92,23 @@ class Checkpoints:
     def save_client(self, update: Update) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""
         memory, content = update.memory, b""
-        if memory.private:
-            content = tensor_bytes(memory.private)
+        if tensors := memory.tensors():
+            content = tensor_bytes(tensors)
             write_atomically(self._client_file(update.client, memory.last_round), content)
-        sha256 = checksum(content) if content else ""
-        return ClientRecord(memory.last_round, memory.steps, memory.epochs, sha256, update.num_images, len(content))
+        return ClientRecord(
+            last_round=memory.last_round,
+            steps=memory.steps,
+            epochs=memory.epochs,
+            sha256=checksum(content) if content else "",
+            images=update.num_images,
+            bytes=len(content),
+        )
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
         """Finds a client's memory again; None if it never trained."""
         if record is None:
             return None
-        private: State = {}
+        tensors: dict[str, Tensor] = {}
         if record.sha256:
             file = self._client_file(client, record.last_round)
             content = file.read_bytes() if file.exists() else b""
@@ -104,12 +118,14 @@ class Checkpoints:
                     f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
                     f"before it, remove {', '.join(map(str, rounds))} and type the same command"
                 )
-            private = load(content)
-        return ClientMemory(private, record.last_round, record.steps, record.epochs)
+            tensors = load(content)
+        return ClientMemory.from_tensors(
+            tensors, last_round=record.last_round, steps=record.steps, epochs=record.epochs
+        )
 
-    def commit(self, state: RunState, global_state: State) -> None:
+    def commit(self, state: RunState, global_state: GlobalState) -> None:
         """Makes a round permanent, then clears what it replaces."""
-        weights = tensor_bytes(global_state)
+        weights = tensor_bytes(global_state.tensors())
         files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
         sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         folder = self._rounds / f"round_{state.round:05d}"
@@ -144,7 +160,7 @@ class Checkpoints:
             if file not in needed:
                 file.unlink()
 
-    def latest(self, *, mend: bool = True) -> tuple[RunState, State] | None:
+    def latest(self, *, mend: bool = True) -> tuple[RunState, GlobalState] | None:
         """The newest committed round that is whole, or None for a new run.
 
         Args:
@@ -176,7 +192,7 @@ class Checkpoints:
             warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
         return None
 
-    def read(self, round: int) -> tuple[RunState, State]:
+    def read(self, round: int) -> tuple[RunState, GlobalState]:
         """A committed round by its number, if it is among the newest or the best."""
         folder = self._rounds / f"round_{round:05d}"
         try:
@@ -197,7 +213,7 @@ class Checkpoints:
             found.add(int(json.loads((self._rounds / "best" / "state.json").read_bytes())["round"]))
         return sorted(found)
 
-    def _read(self, folder: Path) -> tuple[RunState, State]:
+    def _read(self, folder: Path) -> tuple[RunState, GlobalState]:
         files = {name: (folder / name).read_bytes() for name in ("global.safetensors", "state.json")}
         sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         if sums.encode() != (folder / "SHA256SUMS").read_bytes():
@@ -206,10 +222,17 @@ class Checkpoints:
         clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
         strikes = {int(client): count for client, count in manifest.get("strikes", {}).items()}  # Not in older runs.
         state = RunState(
-            manifest["round"], manifest["rows"], manifest["untrained"], clients, manifest["seconds"], strikes,
-            manifest.get("events"), manifest.get("alarms", []), manifest.get("config", ""),
-        )  # fmt: skip
-        return state, load(files["global.safetensors"])
+            round=manifest["round"],
+            rows=manifest["rows"],
+            untrained=manifest["untrained"],
+            clients=clients,
+            seconds=manifest["seconds"],
+            strikes=strikes,
+            events=manifest.get("events"),
+            alarms=manifest.get("alarms", []),
+            config=manifest.get("config", ""),
+        )
+        return state, GlobalState.from_tensors(load(files["global.safetensors"]))
 
     def _require_clients(self, state: RunState) -> None:
         """Private states are there and as long as they were; their checksums are looked at when they are read."""
@@ -245,3 +268,101 @@ class Checkpoints:
 
     def _client_file(self, client: int, round: int) -> Path:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
+
+
+class UnfinishedRound:
+    """Saves and finds the updates of the round that is under way.
+
+    Its files are not synced to the disk one by one. They outlive the process, whatever ends it; after a power loss one
+    may be torn, which its checksum shows, and that client trains again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens a run folder.
+
+        Args:
+            folder: of the run.
+        """
+        self._folder = folder / "pending"
+        self._journal = self._folder / "journal.jsonl"
+
+    def save(self, round: int, update: Update, record: ClientRecord) -> None:
+        """Keeps an update, if it is cheaper to save than to train again.
+
+        Args:
+            round: that it belongs to.
+            update: with its weights.
+            record: of the client's private state, which is saved already.
+        """
+        if update.seconds < WORTH * size_of(update.state.tensors()) / BYTES_PER_SECOND:
+            return
+        tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {_LOSSES: update.losses}
+        content = tensor_bytes(tensors)
+        write_atomically(self._file(update.client), content, sync=False)
+        told = {
+            "num_images": update.num_images,
+            "images_seen": update.images_seen,
+            "seconds": update.seconds,
+            "data_seconds": update.data_seconds,
+            "loss_names": update.loss_names,
+            "metrics": update.metrics,
+        }
+        line = {
+            "round": round,
+            "client": update.client,
+            "sha256": checksum(content),
+            "record": asdict(record),
+            "told": told,
+        }
+        with open(self._journal, "a") as journal:
+            journal.write(json.dumps(line) + "\n")
+
+    def load(self, round: int) -> Iterator[tuple[Update, ClientRecord]]:
+        """The updates of a round that are whole, in the order they were saved, each client's once."""
+        lines = {line.get("client"): line for line in self._lines() if line.get("round") == round}
+        for line in lines.values():
+            try:
+                yield self._read(line)
+            except DAMAGED:
+                continue  # Torn by a power loss: this client trains again.
+
+    def clear(self) -> None:
+        """Forgets everything: the round is committed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, line: dict[str, Any]) -> tuple[Update, ClientRecord]:
+        content = self._file(line["client"]).read_bytes()
+        if checksum(content) != line["sha256"]:
+            raise ValueError("torn")
+        tensors, record, told = load(content), ClientRecord(**line["record"]), line["told"]
+        losses = tensors.pop(_LOSSES)
+        state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items()}
+        update = Update(
+            client=line["client"],
+            num_images=told["num_images"],
+            state=GlobalState.from_tensors(state),
+            memory=ClientMemory(last_round=record.last_round, steps=record.steps, epochs=record.epochs),
+            losses=losses,
+            loss_names=tuple(told["loss_names"]),
+            images_seen=told["images_seen"],
+            metrics=told["metrics"],
+            seconds=told.get("seconds", 0.0),
+            data_seconds=told.get("data_seconds", 0.0),
+        )
+        return update, record
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        try:
+            text = self._journal.read_text()
+        except (OSError, UnicodeDecodeError):
+            return
+        for line in text.splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and isinstance(found.get("client"), int):
+                yield found
+
+    def _file(self, client: int) -> Path:
+        return self._folder / f"{client:05d}.safetensors"

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,73 +18,31 @@ from torch import Tensor, nn
 
 from fedx_pl.data.batches import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
-from fedx_pl.evaluation.features import extract
-from fedx_pl.evaluation.geometry import angles
 from fedx_pl.federation.privacy import PrivacyOptions, protect
-from fedx_pl.federation.regularizers import Regularizer, join, split
+from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
-ANGLE_IMAGES = 128  # of a client's own, whose embeddings are compared before and after it trains
 INITIAL_SCALE = 2.0**13  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
-
-
-@dataclass(frozen=True)
-class RoundContext:
-    """All that is the same for every client of a round."""
-
-    round: int  # 1-based
-    rounds: int
-    epochs: int
-    seed: int  # of the run
-    global_state: State
-    batchnorm: str  # average | local
-
-
-@dataclass(frozen=True)
-class ClientMemory:
-    """What a client remembers between rounds: its private tensors, when it last trained and how far it got."""
-
-    private: State
-    last_round: int = 0
-    steps: int = 0
-    epochs: int = 0
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a client gives back: ``state``, ``num_images`` and scalars for the server; ``memory`` stays home."""
-
-    client: int
-    num_images: int
-    state: State
-    memory: ClientMemory
-    losses: Tensor  # (steps, 1 + terms): total, then the named terms
-    loss_names: tuple[str, ...]
-    images_seen: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0  # that it took
-    data_seconds: float = 0.0  # of them, spent on making batches
-
-    def loss(self, name: str = "total") -> Tensor:
-        """The total, or a term, by step."""
-        return self.losses[:, self.loss_names.index(name)]
+SCALE_STATE = ("scale", "_growth_tracker")  # of a GradScaler, what a client keeps
 
 
 class LocalTrainer:
-    """Runs clients one after the other on one model instance, with a new Lightning `Trainer` for each."""
+    """Trains clients one after the other on one model instance, with a new Lightning `Trainer` for each."""
 
     def __init__(
         self,
         model: SSLMethod,
+        *,
         device: torch.device,
-        precision: str,
-        tick: Callable[[], None] = lambda: None,
+        precision: str = "32-true",
         compile: bool = False,
         regularizer: Regularizer | None = None,
         privacy: PrivacyOptions | None = None,
         secret_noise: bool = False,
-        angles_below: int = 0,
+        callbacks: Sequence[pl.Callback] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Keeps what is shared by all fits.
 
@@ -92,68 +50,68 @@ class LocalTrainer:
             model: takes every client's weights in turn; it moves to the device and stays there.
             device: where it trains.
             precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
-            tick: called after every step.
             compile: `torch.compile` the networks, once: later clients only copy weights in.
             regularizer: holds clients together by their weights.
-            privacy: what is done to an update before it is given back.
-            secret_noise: its noise is the operating system's, not the run's seed's. A must where the client is real:
-                everyone knows the seed.
-            angles_below: clients of smaller numbers also tell how far training has turned their embeddings.
+            privacy: what is done to an update before it is returned.
+            secret_noise: draw its noise from the operating system, not from the run's seed. A must where the client
+                is real: everyone knows the seed.
+            callbacks: Lightning callbacks of every fit. One that has a method `round_metrics` adds its numbers to
+                those of the update, but not under noise.
+            tick: called after every step.
         """
         self.model = model.to(device)
         if compile:
             model.compile_networks()
         self.device = device
         self.precision = precision
-        self.tick = tick
         self.regularizer = regularizer or Regularizer()
-        self.privacy, self.secret_noise = privacy or PrivacyOptions(), secret_noise
-        self.angles_below = angles_below
+        self.privacy = privacy or PrivacyOptions()
+        self.secret_noise = secret_noise
+        rates = _LearningRates()
+        self.callbacks = [self.regularizer, rates, *callbacks, _Tick(tick)]
+        # What is measured on images would tell of them what the noise is to hide.
+        self._telling = [rates] if self.privacy.noise else [rates, *callbacks]
         # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
         self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if precision == "16-mixed" else None
-        self._plugins: list[Any] = [MixedPrecision("16-mixed", device.type, self.scaler)] if self.scaler else []
 
-    def run(self, context: RoundContext, client: int, data: ClientData, memory: ClientMemory | None) -> Update:
+    def run(
+        self, context: RoundContext, *, client: int, data: ClientData, memory: ClientMemory | None = None
+    ) -> Update:
         """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
         started = time.perf_counter()
+        before = memory or ClientMemory()
         seed = derive(context.seed, "train", context.round, client)
         torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
         self._receive(context, memory)
-        before = memory or ClientMemory({})
-        # Not under noise: it would tell of the images what the noise is to hide.
-        asked = client < self.angles_below and not self.privacy.noise
-        sample = data.plain_sample(ANGLE_IMAGES) if asked else None
-        received = self._embed(sample) if sample is not None else None
-        epochs, rates = LocalEpochs(data), _LearningRates()
         self.model.start_round(
-            LocalRound(context.round, context.rounds, client, context.epochs, before.epochs, seed, data)
+            LocalRound(
+                round=context.round,
+                rounds=context.rounds,
+                client=client,
+                epochs=context.epochs,
+                epochs_before=before.epochs,
+                seed=seed,
+                data=data,
+            )
         )
-        with _quiet_lightning():
-            try:
-                self._trainer(context.epochs, rates).fit(self.model, epochs)
-            except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; we have a run to save.
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                raise KeyboardInterrupt from None
+        batches = LocalEpochs(data)
+        with _fitting():
+            self._new_trainer(context.epochs).fit(self.model, batches)
         self.model.on_round_end()
         update = self._update(context, client, data, before)
-        update.metrics.update(rates.mean())
-        if sample is not None and received is not None:
-            update.metrics["angle"] = angles(self._embed(sample), received).mean().item()
-        return replace(update, seconds=time.perf_counter() - started, data_seconds=epochs.seconds)
+        return replace(update, seconds=time.perf_counter() - started, data_seconds=batches.seconds)
 
-    def _embed(self, images: Tensor) -> Tensor:
-        """The paper's ``f(x)`` of normalised images, in eval mode."""
-        return extract(nn.Sequential(self.model.backbone, self.model.projector), images, lambda batch: batch)
-
-    def _trainer(self, epochs: int, rates: pl.Callback) -> pl.Trainer:
+    def _new_trainer(self, epochs: int) -> pl.Trainer:
+        gpu = self.device.type == "cuda"
+        plugins: list[Any] = [MixedPrecision("16-mixed", self.device.type, self.scaler)] if self.scaler else []
         return pl.Trainer(
             max_epochs=epochs,
-            accelerator="gpu" if self.device.type == "cuda" else self.device.type,
-            devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
+            accelerator="gpu" if gpu else self.device.type,
+            devices=[self.device.index or 0] if gpu else 1,
             strategy=_StayOnDevice(self.device),
-            precision=None if self._plugins else self.precision,  # type: ignore[arg-type]
-            plugins=self._plugins or None,
-            callbacks=[self.regularizer, rates, _Tick(self.tick)],
+            precision=None if plugins else self.precision,  # type: ignore[arg-type]
+            plugins=plugins or None,
+            callbacks=list(self.callbacks),  # Lightning adds those of entry points to the list that it is given.
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -162,62 +120,47 @@ class LocalTrainer:
         )
 
     def _receive(self, context: RoundContext, memory: ClientMemory | None) -> None:
-        weights, server = split(context.global_state)
-        kept = memory.private if memory else {}
-        absent = context.round - 1 - memory.last_round if memory else 0
-        self.model.receive(weights, _under("", kept) if memory else None, absent)
-        if memory is not None and context.batchnorm == "local":
-            copy_state(batchnorm_statistics(self.model), _under(_BATCHNORM, kept))
-        self.regularizer.start(self.model, server, _under(_REGULARIZER, kept))
+        """Becomes the client: the global state, then what the client kept."""
+        kept = memory or ClientMemory()
+        absent = context.round - 1 - kept.last_round if memory else 0
+        self.model.receive(context.global_state.weights, kept.private if memory else None, absent)
+        if memory and context.batchnorm == "local":
+            copy_state(batchnorm_statistics(self.model), kept.batchnorm)
+        self.regularizer.start(self.model, context.global_state.server, kept.regularizer)
         if self.scaler is not None:
-            scale = {name: tensor.item() for name, tensor in _under(_SCALE, kept).items()}
-            fresh = {"scale": INITIAL_SCALE, "_growth_tracker": 0}
-            self.scaler.load_state_dict(self.scaler.state_dict() | fresh | scale)
+            scale = {"scale": INITIAL_SCALE, "_growth_tracker": 0}
+            scale |= {name: tensor.item() for name, tensor in kept.loss_scale.items()}
+            self.scaler.load_state_dict(self.scaler.state_dict() | scale)
 
     def _update(self, context: RoundContext, client: int, data: ClientData, before: ClientMemory) -> Update:
-        private = self.model.private_state()
-        if context.batchnorm == "local":
-            statistics = batchnorm_statistics(self.model)
-            private |= {_BATCHNORM + name: buffer.clone() for name, buffer in statistics.items()}
-        for_server, kept = self.regularizer.finish(self.model)
-        private |= {_REGULARIZER + name: tensor for name, tensor in kept.items()}
+        model, losses = self.model, self.model.loss_history()
+        for_server, kept_by_regularizer = self.regularizer.finish(model)
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
-        shared, told = protect(self.model.shared_state(), split(context.global_state)[0], self.privacy, seed)
-        if self.scaler is not None:
-            state = self.scaler.state_dict()
-            private |= {_SCALE + name: torch.tensor(state[name]) for name in ("scale", "_growth_tracker")}
-            told["loss_scale"] = state["scale"]
-        losses = self.model.loss_history()
-        return Update(
-            client,
-            data.num_images,
-            join(shared, for_server),
-            ClientMemory(
-                private,
-                last_round=context.round,
-                steps=before.steps + len(losses),
-                epochs=before.epochs + context.epochs,
-            ),
-            losses,
-            ("total", *self.model.term_names),
-            len(losses) * data.views_size,
-            self.model.round_metrics() | told,
+        weights, norms = protect(model.shared_state(), context.global_state.weights, self.privacy, seed)
+        scale = self.scaler.state_dict() if self.scaler else {}
+        metrics = model.round_metrics() | norms
+        metrics |= {"loss_scale": scale["scale"]} if scale else {}
+        for callback in self._telling:
+            metrics |= callback.round_metrics() if hasattr(callback, "round_metrics") else {}
+        memory = ClientMemory(
+            private=model.private_state(),
+            batchnorm=_copied(batchnorm_statistics(model)) if context.batchnorm == "local" else {},
+            regularizer=kept_by_regularizer,
+            loss_scale={name: torch.tensor(scale[name]) for name in SCALE_STATE if scale},
+            last_round=context.round,
+            steps=before.steps + len(losses),
+            epochs=before.epochs + context.epochs,
         )
-
-
-# Mark what a client keeps beside the method's private state.
-_BATCHNORM = "batchnorm/"  # statistics, under `federation.batchnorm=local`
-_REGULARIZER = "regularizer/"
-_SCALE = "scale/"  # of the loss, in half precision
-
-
-def _under(mark: str, kept: State) -> State:
-    """What was kept under a mark, by its plain name; without a mark, the method's own."""
-    if not mark:
-        return {
-            name: tensor for name, tensor in kept.items() if not name.startswith((_BATCHNORM, _REGULARIZER, _SCALE))
-        }
-    return {name.removeprefix(mark): tensor for name, tensor in kept.items() if name.startswith(mark)}
+        return Update(
+            client=client,
+            num_images=data.num_images,
+            state=GlobalState(weights=weights, server=for_server),
+            memory=memory,
+            losses=losses,
+            loss_names=("total", *model.term_names),
+            images_seen=len(losses) * data.views_size,
+            metrics=metrics,
+        )
 
 
 def batchnorm_statistics(model: SSLMethod) -> State:
@@ -229,6 +172,10 @@ def batchnorm_statistics(model: SSLMethod) -> State:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module_name.split(".")[0] not in private
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+def _copied(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 class _StayOnDevice(SingleDeviceStrategy):
@@ -250,6 +197,7 @@ class _LearningRates(pl.Callback):
         self._rates: list[float | Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._group, self._rates = {}, []
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if groups:
             self._group = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))
@@ -260,7 +208,7 @@ class _LearningRates(pl.Callback):
             # A tensor's value would have to be waited for: it is read when the round is over.
             self._rates.append(rate.detach().clone() if isinstance(rate, Tensor) else rate)
 
-    def mean(self) -> dict[str, float]:
+    def round_metrics(self) -> dict[str, float]:
         """``lr`` of the round, the mean over its steps; nothing without an optimizer."""
         rates = [float(rate) for rate in self._rates]
         return {"lr": mean(rates)} if rates else {}
@@ -282,8 +230,8 @@ class _Tick(pl.Callback):
 
 
 @contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Lightning greets and takes leave at every `fit`; a run makes thousands."""
+def _fitting() -> Iterator[None]:
+    """Silences Lightning, which greets and takes leave at every `fit`, and keeps Ctrl-C an exception."""
     logger = logging.getLogger("pytorch_lightning")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -292,6 +240,9 @@ def _quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
             warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")  # Lightning on a newer torch
             yield
+    except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; there is a run to save.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt from None
     finally:
         logger.setLevel(level)
 

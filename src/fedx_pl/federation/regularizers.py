@@ -1,8 +1,8 @@
 """FedProx and SCAFFOLD: what holds clients together by their weights, as Lightning callbacks for any method and mixin.
 
-A regulariser acts on one client's training and may keep tensors with the client and with the server. The server's
-travel with the global weights under names that start with `SERVER`; what a client returns under those names is averaged
-like weights and then given to `Regularizer.fold`.
+A regularizer acts on one client's training and may keep tensors with the client and with the server. The server's
+travel with the global weights, as `GlobalState.server`; what clients return there is averaged like weights and then
+given to `Regularizer.fold`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import SSLMethod, State
-
-SERVER = "server/"
 
 
 @dataclass(frozen=True)
@@ -200,18 +198,6 @@ def trained_parameters(model: SSLMethod) -> dict[str, Tensor]:
     private = model.private_names()
     named = model.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name.split(".")[0] not in private}
-
-
-def split(global_state: State) -> tuple[State, State]:
-    """(weights, the server's own tensors by their plain names)."""
-    weights = {name: tensor for name, tensor in global_state.items() if not name.startswith(SERVER)}
-    server = {name.removeprefix(SERVER): t for name, t in global_state.items() if name.startswith(SERVER)}
-    return weights, server
-
-
-def join(weights: State, server: State) -> State:
-    """The inverse of `split`."""
-    return weights | {SERVER + name: tensor for name, tensor in server.items()}
 
 
 def _loss_scale(trainer: pl.Trainer, device: torch.device) -> Tensor:

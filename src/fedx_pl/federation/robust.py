@@ -10,7 +10,7 @@ tensor by itself: weights, statistics, and what a regulariser's clients send to 
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import MAX_IMAGES, Aggregator, FedAvg, narrow
-from fedx_pl.federation.regularizers import SERVER
 from fedx_pl.methods.base import State
 
 MEDIAN = 0.5  # As a share to trim: all but the middle one or two.
@@ -35,8 +34,8 @@ class _Held(NamedTuple):
 class _Holding(Aggregator):
     """Keeps all updates; a subclass combines them."""
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int) -> None:
-        super().__init__(reference, max_images)
+    def __init__(self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]) -> None:
+        super().__init__(reference, max_images, changes=changes)
         self._held: list[_Held] = []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
@@ -50,8 +49,13 @@ class _Holding(Aggregator):
         """The names of the tensors of each kind that occurs."""
         kinds: dict[str, list[str]] = {}
         for name in self._reference:
-            kinds.setdefault(_kind(name), []).append(name)
+            kinds.setdefault(self._kind(name), []).append(name)
         return kinds
+
+    def _kind(self, name: str) -> str:
+        if name in self._changes:
+            return "regularizer's tensors"
+        return "statistics" if name.rpartition(".")[2] in _STATISTICS else "weights"
 
     def _remark(self, held: _Held, text: str) -> None:
         before = self.remarks.get(held.client)
@@ -79,15 +83,23 @@ class TrimmedMean(_Holding):
         4.0
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], trim: float, max_images: int = MAX_IMAGES) -> None:
+    def __init__(
+        self,
+        reference: Mapping[str, Tensor],
+        trim: float,
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
+    ) -> None:
         """Starts without updates.
 
         Args:
             reference: the current global state.
             trim: share of the clients left out at either end; `MEDIAN` leaves one, or the mean of the middle two.
             max_images: more than any client can own.
+            changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images)
+        super().__init__(reference, max_images, changes)
         self.trim = trim
 
     def _combine(self) -> State:
@@ -115,15 +127,23 @@ class NormClipping(_Holding):
         1.3333333730697632
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], clip: float, max_images: int = MAX_IMAGES) -> None:
+    def __init__(
+        self,
+        reference: Mapping[str, Tensor],
+        clip: float,
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
+    ) -> None:
         """Starts without updates.
 
         Args:
             reference: the current global state, where the updates started from.
             clip: the bound, in median norms.
             max_images: more than any client can own.
+            changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images)
+        super().__init__(reference, max_images, changes)
         self.clip = clip
 
     def _combine(self) -> State:
@@ -154,7 +174,7 @@ class NormClipping(_Holding):
 
     def _start(self, name: str) -> Tensor:
         start = self._reference[name].double()
-        return torch.zeros_like(start) if name.startswith(SERVER) else start
+        return torch.zeros_like(start) if name in self._changes else start
 
 
 class MultiKrum(_Holding):
@@ -164,15 +184,23 @@ class MultiKrum(_Holding):
     left out. The distances do not depend on image counts, the mean of the selected does.
     """
 
-    def __init__(self, reference: Mapping[str, Tensor], byzantine: int, max_images: int = MAX_IMAGES) -> None:
+    def __init__(
+        self,
+        reference: Mapping[str, Tensor],
+        byzantine: int,
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
+    ) -> None:
         """Starts without updates.
 
         Args:
             reference: the current global state.
             byzantine: f, how many clients may be bad; a round needs 2 f + 3 updates.
             max_images: more than any client can own.
+            changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images)
+        super().__init__(reference, max_images, changes)
         self.byzantine = byzantine
 
     def _combine(self) -> State:
@@ -204,12 +232,6 @@ class MultiKrum(_Holding):
                 squared += exact.square()
         # The first is the distance to itself.
         return squared.sort(dim=1).values[:, 1 : count - self.byzantine - 1].sum(dim=1)
-
-
-def _kind(name: str) -> str:
-    if name.startswith(SERVER):
-        return "regulariser's tensors"
-    return "statistics" if name.rpartition(".")[2] in _STATISTICS else "weights"
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:

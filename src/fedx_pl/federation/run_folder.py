@@ -15,18 +15,17 @@ from fedx_pl.data import partition
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
 from fedx_pl.federation import foreign_code
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.checkpoint import Checkpoints, RunState, UnfinishedRound
 from fedx_pl.federation.foreign_code import Record
-from fedx_pl.federation.pending import Pending
+from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
-from fedx_pl.methods.base import State
 
 FORK = "fork.safetensors"  # what a forked run began with
 
 
 def open_run(
     plan: Plan, checkpoints: Checkpoints, note: Callable[[str], None]
-) -> tuple[IO[str], tuple[RunState, State]]:
+) -> tuple[IO[str], tuple[RunState, GlobalState]]:
     """Makes a plan's folder ready to write to.
 
     Args:
@@ -66,7 +65,7 @@ def open_run(
             raise UserError(f"the newest checkpoint in {folder} is of another run; type run.dir=ANOTHER")
         first = None if found else _first_state(plan, folder, note)
         if found is None and (foreign_code.read_record(folder) or Record()) != code:
-            Pending(folder).clear()  # Updates of a first round that other code began.
+            UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
         foreign_code.write_record(folder, code)  # Before the configuration, which makes it a run.
         write_atomically(file, config.to_yaml().encode())
         if plan.data.value_range:  # Who uses the encoder later must read images in the same way.
@@ -75,7 +74,7 @@ def open_run(
             split, options = folder / "split.json", config.content()["partition"]
             partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
         if first is not None and config.fork:  # The other run may move on before this one has a checkpoint of its own.
-            write_atomically(folder / FORK, tensor_bytes(first))
+            write_atomically(folder / FORK, tensor_bytes(first.tensors()))
     except BaseException:
         held.close()
         raise
@@ -103,17 +102,19 @@ def _elsewhere(config: Config, words: str) -> str:
     return f"run.dir=ANOTHER {words}".strip() if config.run.dir else words
 
 
-def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State:
+def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> GlobalState:
     """Freshly made weights, or those of the run that this one forks."""
     first, fork = plan.first_state(), plan.config.fork
     if not fork:
         return first
     if (folder / FORK).exists():
-        return load_file(folder / FORK)
+        return GlobalState.from_tensors(load_file(folder / FORK))
     found = Checkpoints(Path(fork)).latest(mend=False)
     if found is None:
         raise UserError(f"fork={fork} holds no checkpoint; it must be the folder of a run")
-    shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (first, found[1])]
+    shapes = [
+        {name: (tensor.shape, tensor.dtype) for name, tensor in state.tensors().items()} for state in (first, found[1])
+    ]
     if shapes[0] != shapes[1]:
         raise UserError(f"fork={fork} has another network or method; its weights do not fit")
     note(f"starting from the weights of round {found[0].round} of {fork}")
@@ -122,7 +123,7 @@ def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> State
 
 def _require_space(plan: Plan, folder: Path) -> None:
     """Better no run than one that ends in its last hour."""
-    weights, private = size_of(plan.first_state()), size_of(plan.model.kept_tensors())
+    weights, private = size_of(plan.first_state().tensors()), size_of(plan.model.kept_tensors())
     # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
     pending = plan.clients_per_round if plan.clients else plan.config.federation.clients
     needed = weights * (plan.config.run.keep + 2 + pending) + 3 * private * len(plan.clients) + 50e6

@@ -17,7 +17,7 @@ from fedx_pl.callbacks.dashboard import HEALTH, OWN, OWN_KINDS
 from fedx_pl.config.build import Plan
 from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.files import write_atomically
 from fedx_pl.sites import wire
 from fedx_pl.sites.wire import BadMessage, Content
@@ -161,7 +161,7 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS if asked else 0)
 
     def _ask(self, context: RoundContext, client: int, memory: ClientMemory | None) -> Asked:
-        before, guest = memory or ClientMemory({}), self.guests[self.book.name_of(client)]
+        before, guest = memory or ClientMemory(), self.guests[self.book.name_of(client)]
         meta = {
             "run": self.book.run,
             "round": context.round,
@@ -171,7 +171,7 @@ class FlowerEngine(Engine):
             "epochs": before.epochs,
             "health": not self.plan.evaluator.possible,
         }
-        content = Content(meta, context.global_state)
+        content = Content(meta, context.global_state.tensors())
         message = self.link.send(guest.node, wire.TRAIN, content, self.timeout)
         now = time.monotonic()
         return Asked(client, message, content, guest, memory, now, now + self.timeout)
@@ -207,20 +207,20 @@ class FlowerEngine(Engine):
         try:
             if "error" in meta:
                 raise BadMessage(wire.text(meta, "error"))
-            before, epochs = one.memory or ClientMemory({}), self.plan.config.federation.epochs
+            before, epochs = one.memory or ClientMemory(), self.plan.config.federation.epochs
             if meta.get("remembered") is False:  # It has counted from 0 again.
                 self.watcher.note(f"{self.name_of(one.client)} had lost its private state and started anew")
                 steps = before.steps + wire.whole(meta, "steps")
             else:
                 steps = wire.whole(meta, "steps", before.steps)
-            memory = ClientMemory({}, one.content.meta["round"], steps, before.epochs + epochs)
+            memory = ClientMemory(last_round=one.content.meta["round"], steps=steps, epochs=before.epochs + epochs)
             losses = wire.numbers(meta, "losses")
             if "total" not in losses:
                 raise BadMessage("it tells no loss")
             names = ("total", *(name for name in losses if name != "total"))
             table = torch.tensor([[losses[name] for name in names]])
             images, seen = wire.whole(meta, "images", 1), wire.whole(meta, "seen")
-            state = {name: tensor.to(self.plan.device) for name, tensor in reply.content.tensors.items()}
+            state = GlobalState.from_tensors(reply.content.tensors).to(self.plan.device)
             metrics = wire.numbers(meta, "metrics")
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
@@ -233,7 +233,17 @@ class FlowerEngine(Engine):
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)
         seconds = time.monotonic() - one.since
-        return Update(one.client, images, state, memory, table, names, seen, metrics, seconds)
+        return Update(
+            client=one.client,
+            num_images=images,
+            state=state,
+            memory=memory,
+            losses=table,
+            loss_names=names,
+            images_seen=seen,
+            metrics=metrics,
+            seconds=seconds,
+        )
 
     def close(self) -> None:
         """Ends the link; sites see it and wait for the next coordinator."""

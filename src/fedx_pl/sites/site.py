@@ -27,8 +27,8 @@ from fedx_pl.data import sources
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
-from fedx_pl.federation.client import ClientMemory, RoundContext, Update
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.files import checksum, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
@@ -166,20 +166,24 @@ class Site:
         number, client = wire.whole(meta, "round", 1), wire.whole(meta, "client")
         config = self.plan.config
         context = RoundContext(
-            number, config.federation.rounds, config.federation.epochs, config.seed, content.tensors,
-            config.federation.batchnorm,
-        )  # fmt: skip
-        _require_same(content.tensors, self.plan.first_state())
+            round=number,
+            rounds=config.federation.rounds,
+            epochs=config.federation.epochs,
+            seed=config.seed,
+            global_state=GlobalState.from_tensors(content.tensors),
+            batchnorm=config.federation.batchnorm,
+        )
+        _require_same(content.tensors, self.plan.first_state().tensors())
         self._require_budget()
         memory, found = self._memory(meta)
         data = self.plan.client_data(client, number, self.rows)
         self.report(f"round {number}: training")
-        update = self.trainer.run(context, client, data, memory)
+        update = self.trainer.run(context, client=client, data=data, memory=memory)
         self.memories.save(update.memory)
         self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
-        return Content(self._about(update, metrics, found), update.state)
+        return Content(self._about(update, metrics, found), update.state.tensors())
 
     def _require_budget(self) -> None:
         """Every answer is a release, also one to a round that is asked for twice."""
@@ -199,12 +203,12 @@ class Site:
         last = wire.whole(meta, "last_round")
         if not last:
             return None, True
-        private = self.memories.load(last)
-        counters = ClientMemory({}, last, wire.whole(meta, "steps"), wire.whole(meta, "epochs"))
-        if private is None:
+        tensors = self.memories.load(last)
+        if tensors is None:
             self.report(f"the private state of round {last} is not here; starting anew")
             return None, False
-        return replace(counters, private=private), True
+        steps, epochs = wire.whole(meta, "steps"), wire.whole(meta, "epochs")
+        return ClientMemory.from_tensors(tensors, last_round=last, steps=steps, epochs=epochs), True
 
     def _health(self) -> dict[str, float]:
         """Measures that need no labels, of this site's encoder on some of its own images."""
@@ -258,7 +262,7 @@ class Memories:
 
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
-        content = tensor_bytes(memory.private)
+        content = tensor_bytes(memory.tensors())
         write_atomically(self.folder / _file_name(memory.last_round), content)
         records = self._records() | {memory.last_round: checksum(content)}
         kept = {str(round): sha for round, sha in records.items() if (self.folder / _file_name(round)).exists()}

@@ -1,0 +1,139 @@
+"""What a round is made of: the global state, a client's memory and its update. All are typed and keyword-only.
+
+In files and messages the tensors of a state lie side by side, told apart by the start of their names; `tensors` and
+`from_tensors` are the only places that know these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedx_pl.methods.base import State
+
+_SERVER = "server/"
+_BATCHNORM = "batchnorm/"
+_REGULARIZER = "regularizer/"
+_LOSS_SCALE = "scale/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalState:
+    """What the server sends, and what it makes of the clients' answers.
+
+    An update has the same two parts: the client's weights, and what its regularizer sends to the server.
+    """
+
+    weights: State
+    server: State = field(default_factory=dict)  # the regularizer's tensors, such as SCAFFOLD's control variate
+
+    def tensors(self) -> State:
+        """Both parts by unique names."""
+        return self.weights | _marked(_SERVER, self.server)
+
+    def to(self, device: torch.device) -> "GlobalState":
+        """The same on a device."""
+        return GlobalState(weights=_moved(self.weights, device), server=_moved(self.server, device))
+
+    def server_names(self) -> set[str]:
+        """The names that the server's part has in `tensors`."""
+        return {_SERVER + name for name in self.server}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "GlobalState":
+        """Reverses `tensors`."""
+        weights, (server,) = _parted(tensors, _SERVER)
+        return cls(weights=weights, server=server)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundContext:
+    """All that is the same for every client of a round."""
+
+    round: int  # 1-based
+    rounds: int
+    epochs: int
+    seed: int  # of the run
+    global_state: GlobalState
+    batchnorm: str = "average"  # or local: each client keeps its statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientMemory:
+    """What a client keeps between rounds, when it last trained and how far it got."""
+
+    private: State = field(default_factory=dict)  # the method's private tensors
+    batchnorm: State = field(default_factory=dict)  # statistics, under `batchnorm=local`
+    regularizer: State = field(default_factory=dict)  # what the regularizer left with the client
+    loss_scale: State = field(default_factory=dict)  # of mixed half precision
+    last_round: int = 0
+    steps: int = 0
+    epochs: int = 0
+
+    def tensors(self) -> State:
+        """All tensors by unique names."""
+        return (
+            self.private
+            | _marked(_BATCHNORM, self.batchnorm)
+            | _marked(_REGULARIZER, self.regularizer)
+            | _marked(_LOSS_SCALE, self.loss_scale)
+        )
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], *, last_round: int = 0, steps: int = 0, epochs: int = 0
+    ) -> "ClientMemory":
+        """Reverses `tensors`."""
+        private, others = _parted(tensors, _BATCHNORM, _REGULARIZER, _LOSS_SCALE)
+        batchnorm, regularizer, loss_scale = others
+        return cls(
+            private=private,
+            batchnorm=batchnorm,
+            regularizer=regularizer,
+            loss_scale=loss_scale,
+            last_round=last_round,
+            steps=steps,
+            epochs=epochs,
+        )
+
+    def without_tensors(self) -> "ClientMemory":
+        """The counters alone."""
+        return ClientMemory(last_round=self.last_round, steps=self.steps, epochs=self.epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a client returns: ``state``, ``num_images`` and scalars go to the server; ``memory`` stays with it."""
+
+    client: int
+    num_images: int
+    state: GlobalState
+    memory: ClientMemory
+    losses: Tensor  # (steps, 1 + terms): total, then the named terms
+    loss_names: tuple[str, ...]
+    images_seen: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # of training
+    data_seconds: float = 0.0  # of them, spent on making batches
+
+    def loss(self, name: str = "total") -> Tensor:
+        """The total, or a term, by step."""
+        return self.losses[:, self.loss_names.index(name)]
+
+
+def _moved(state: State, device: torch.device) -> State:
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def _marked(mark: str, state: State) -> State:
+    return {mark + name: tensor for name, tensor in state.items()}
+
+
+def _parted(tensors: Mapping[str, Tensor], *marks: str) -> tuple[State, list[State]]:
+    """The unmarked tensors, and those of each mark without it."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(marks)}
+    parts = [
+        {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)} for mark in marks
+    ]
+    return plain, parts
