@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Lap
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import Plan, prepare
-from fedx_pl.federation.round import Update
+from fedx_pl.federation.round import RoundRecord, Update
 from fedx_pl.trainer import Orchestrator
 
 # With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size counts B_r too.
@@ -69,32 +70,37 @@ class Setting:
 
 
 @dataclass
-class Silent:
-    """A display that shows nothing and notes when clients and rounds end."""
+class Silent(RoundCallback):
+    """Shows nothing and notes when clients and rounds end."""
 
     clients: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
 
-    def start(self, round_number: int, done: int, of: int, steps: int) -> None:
-        """Nothing to show."""
-
     def step(self, count: int = 1) -> None:
-        """Nothing to show."""
+        """Is what an engine alone calls."""
 
     def working(self, worker: str, client: int | None) -> None:
-        """Nothing to show."""
-
-    def client(self, round: int, done: int, of: int, update: Update | None) -> None:
-        """A client is done."""
-        self.clients.append(time.perf_counter())
-
-    def row(self, row: dict[str, Any]) -> None:
-        """A round is trained, measured, saved and logged."""
-        self.rounds.append(time.perf_counter())
+        """Is what an engine alone calls."""
 
     def note(self, text: str) -> None:
         """A dropped update would make the times meaningless."""
         raise RuntimeError(text)
+
+    def on_note(self, trainer: Orchestrator, text: str) -> None:
+        """Does the same within a run."""
+        self.note(text)
+
+    def on_fit_start(self, trainer: Orchestrator) -> None:
+        """The untrained network is measured."""
+        self.rounds.append(time.perf_counter())
+
+    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+        """A client is done."""
+        self.clients.append(time.perf_counter())
+
+    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """A round is trained, measured, saved and logged."""
+        self.rounds.append(time.perf_counter())
 
 
 @torch.no_grad()

@@ -11,13 +11,14 @@ import torch
 
 from fedx_pl import SSLMethod, backbones
 from fedx_pl.backbones import BackboneOptions
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.regularizers import Regularizer
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.methods.base import LocalRound, State
-from fedx_pl.trainer import Silent
+from fedx_pl.trainer import Orchestrator
 
 # Threads of torch in every test and in what a test starts.
 THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
@@ -65,8 +66,8 @@ def every_round(number: int, rounds: int) -> tuple[bool, bool]:
     return True, True
 
 
-class Watching(Silent):
-    """Keeps what a run would show."""
+class Watching(RoundCallback):
+    """Keeps what a run would show. Also what an engine alone can be watched by."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -76,11 +77,32 @@ class Watching(Silent):
     def step(self, count: int = 1) -> None:
         self.steps += count
 
-    def row(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+    def working(self, worker: str, client: int | None) -> None:
+        pass
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def on_fit_start(self, trainer: Orchestrator) -> None:
+        if not trainer.current_round:
+            self.row({"round": 0, **trainer.untrained})
+
+    def on_client_steps(self, trainer: Orchestrator, count: int) -> None:
+        self.step(count)
+
+    def on_client_start(self, trainer: Orchestrator, worker: str, client: int | None) -> None:
+        self.working(worker, client)
+
+    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        self.row(record.row)
+        for alarm in record.alarms:
+            self.note(f"round {record.number}: {alarm}")
+
+    def on_note(self, trainer: Orchestrator, text: str) -> None:
+        self.note(text)
 
 
 def make_model(method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object) -> SSLMethod:

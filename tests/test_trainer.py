@@ -15,8 +15,9 @@ from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import Config, compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import checkpoint
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.round import GlobalState, RoundContext, Update
+from fedx_pl.federation.round import GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.trainer import Orchestrator, Result
 
 
@@ -164,7 +165,7 @@ def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(
     last = {client: max(r for r, clients in enumerate(chosen, 1) if client in clients) for client in np.unique(chosen)}
     assert {client: record.last_round for client, record in orchestrator.state.clients.items()} == last
     for client, record in orchestrator.state.clients.items():
-        assert "queue" in orchestrator.checkpoints.load_client(client, record).private
+        assert "queue" in Checkpoints(orchestrator.folder).load_client(client, record).private
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, clients: set[int]) -> None:
@@ -311,16 +312,15 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
 
         def __init__(self) -> None:
             super().__init__()
-            self.starts: list[tuple[int, int, int, int]] = []
+            self.resumed = dict[int, int]()  # steps, by round
             self.seen = dict[int, int]()
 
-        def start(self, round_number: int, done: int, of: int, steps: int) -> None:
-            self.starts.append((round_number, done, of, steps))
-
-        def client(self, round: int, done: int, of: int, update: Update | None) -> None:
-            assert update is not None
-            self.seen[round] = self.seen.get(round, 0) + update.images_seen
-            if done == self.stop_at:
+        def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+            if update.client in record.resumed:
+                self.resumed[record.number] = self.resumed.get(record.number, 0) + len(update.losses)
+                return
+            self.seen[record.number] = self.seen.get(record.number, 0) + update.images_seen
+            if len(record.updates) + 1 == self.stop_at:
                 raise Stop
 
     words = [*tiny, f"run.dir={tmp_path / 'run'}"]
@@ -329,8 +329,8 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
     with pytest.raises(Stop):
         Orchestrator(prepare(compose(words), report=lambda line: None), first).run()
     result = Orchestrator(prepare(compose(words), report=lambda line: None), second).run()
-    assert first.starts == [(1, 0, 3, 0)]
-    assert second.starts == [(1, 1, 3, first.steps), (2, 0, 3, 0)]
+    assert first.resumed == {}
+    assert second.resumed == {1: first.steps}
     for row in result.rows:
         assert row["images_per_second"] * row["train_seconds"] == pytest.approx(second.seen[row["round"]])
     assert first.seen[1] > 0

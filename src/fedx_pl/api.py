@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedx_pl.config.build import lacks_gpu, prepare
 from fedx_pl.config.compose import compose, flat
-from fedx_pl.trainer import Orchestrator, Result, Silent
+from fedx_pl.trainer import Orchestrator, Result
 
 if TYPE_CHECKING:
     import pandas
@@ -79,20 +79,19 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
     words += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
     config = compose(words)
     if quiet:
-        return Federation(Orchestrator(prepare(config, report=lambda line: None), Silent()).run())
+        return Federation(Orchestrator(prepare(config, report=lambda line: None)).run())
     from fedx_pl.callbacks import progress
     from fedx_pl.config.describe import announcement, expectation
 
     console = progress.make_console()
     console.print(announcement(config), soft_wrap=True)
     plan = prepare(config)
-    with progress.Terminal(console, config.federation.rounds, plan.evaluator.due) as display:
-        orchestrator = Orchestrator(plan, display)
-        first = orchestrator.state.round + 1
-        if first <= config.federation.rounds and lacks_gpu(config):
-            display.note(expectation(plan, plan.estimate_seconds(first)))
-        display.expect(plan.steps_between(first, config.federation.rounds), first)
-        return Federation(orchestrator.run())
+    bar = progress.ProgressBar(rounds=config.federation.rounds, due=plan.evaluator.due, console=console)
+    orchestrator = Orchestrator(plan, [bar])
+    first = orchestrator.current_round + 1
+    if first <= config.federation.rounds and lacks_gpu(config):
+        orchestrator.note(expectation(plan, plan.estimate_seconds(first)))
+    return Federation(orchestrator.run())
 
 
 def _text(value: Any) -> str:

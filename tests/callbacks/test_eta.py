@@ -1,6 +1,7 @@
 """The ETA follows the current rate, counts what this process trained, and no waiting; the clock is the test's."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from rich.console import Console
 
 from fedx_pl.callbacks.eta import Eta, Pace
 from fedx_pl.callbacks.progress import Terminal
-from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.trainer import Collected, images_per_second
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
+from fedx_pl.trainer import images_per_second
 
 
 class Clock:
@@ -232,9 +233,9 @@ def test_the_display_does_not_count_the_wait_for_sites() -> None:
 
 def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:
     """100 images in 10 s here; the client that was trained before took other seconds."""
-    found = Collected(average=None)  # type: ignore[arg-type]
-    found.updates = [update(0, 900, seconds=30.0), update(1, 100, seconds=10.0)]
-    found.loaded = [0]
-    assert images_per_second(found, trained=10.0) == 10
-    found.loaded = [0, 1]
-    assert images_per_second(found, trained=0.1) == 25
+    context = RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=GlobalState(weights={}))
+    updates = [update(0, 900, seconds=30.0), update(1, 100, seconds=10.0)]
+    record = RoundRecord(context=context, clients=[0, 1], updates=updates, resumed=[0], train_seconds=10.0)
+    assert images_per_second(record) == 10
+    record = replace(record, resumed=[0, 1], train_seconds=0.1)
+    assert images_per_second(record) == 25

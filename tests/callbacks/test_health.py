@@ -1,6 +1,7 @@
 """Alarms: what counts as a collapse, a diverging client or a loss scale that has run out, and what follows."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from helpers import Watching
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_trainer import run
 
-from fedx_pl.callbacks.health import HealthOptions, look
+from fedx_pl.callbacks.health import Health
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 
 
 def update(losses: list[float], **metrics: float) -> Update:
@@ -30,7 +31,12 @@ def update(losses: list[float], **metrics: float) -> Update:
 
 
 def texts(row: dict[str, Any], *updates: Update) -> list[str]:
-    return look(HealthOptions(), row, updates, lambda client: f"client {client}")
+    context = RoundContext(round=1, rounds=2, epochs=1, seed=0, global_state=GlobalState(weights={}))
+    record = RoundRecord(context=context, clients=[3], updates=[*updates], row=row)
+    trainer = SimpleNamespace(name_of=lambda client: f"client {client}", should_stop=False)
+    Health().on_round_end(trainer, record)
+    assert not trainer.should_stop
+    return record.alarms
 
 
 def test_a_healthy_round_raises_no_alarm() -> None:

@@ -20,7 +20,7 @@ from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import RoundContext
-from fedx_pl.trainer import Orchestrator, Silent
+from fedx_pl.trainer import Orchestrator
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
 
@@ -29,7 +29,7 @@ def silent(line: str) -> None: ...
 
 
 def train(*overrides: str) -> Path:
-    return Orchestrator(prepare(compose(overrides), report=silent), Silent()).run().folder
+    return Orchestrator(prepare(compose(overrides), report=silent)).run().folder
 
 
 @pytest.fixture(scope="module")

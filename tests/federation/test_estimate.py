@@ -19,7 +19,7 @@ from fedx_pl.config.compose import compose
 from fedx_pl.federation import estimate
 from fedx_pl.federation.round import RoundContext, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
-from fedx_pl.trainer import Orchestrator, Silent
+from fedx_pl.trainer import Orchestrator
 
 FORMS = {"plain": [], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relation=queue"]}
 
@@ -91,7 +91,7 @@ def test_a_whole_run_after_an_estimate_is_equal_to_one_without(tiny: list[str], 
         plan = plan_of([*tiny, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"])
         if name == "estimated":
             plan.estimate_seconds()
-        Orchestrator(plan, Silent()).run()
+        Orchestrator(plan).run()
         ends.append(load_file(tmp_path / name / "checkpoints/round_00002/global.safetensors"))
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -26,7 +26,7 @@ from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
-from fedx_pl.trainer import Orchestrator, Result, Silent
+from fedx_pl.trainer import Orchestrator, Result
 
 needs_accountant = pytest.mark.skipif(
     find_spec("dp_accounting") is None, reason="needs dp-accounting: pip install -e '.[privacy]'"
@@ -322,7 +322,7 @@ def test_sampled_clients_spend_only_when_they_are_chosen(tiny: list[str]) -> Non
 
 def run(words: list[str], folder: Path) -> tuple[Result, State]:
     config = compose([*words, f"run.dir={folder}"])
-    result = Orchestrator(prepare(config, report=lambda line: None), Silent()).run()
+    result = Orchestrator(prepare(config, report=lambda line: None)).run()
     return result, load_file(folder / "checkpoints/round_00002/global.safetensors")
 
 

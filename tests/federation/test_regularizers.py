@@ -21,7 +21,7 @@ from fedx_pl.federation.round import GlobalState, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import wrap
-from fedx_pl.trainer import Orchestrator, Silent
+from fedx_pl.trainer import Orchestrator
 
 
 class Line(SSLMethod):
@@ -180,7 +180,7 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny
     assert len(set(sizes)) == 3
     trained = []
 
-    class Display(Silent):
+    class Display(Watching):
         def row(self, row: dict[str, Any]) -> None:
             if row["round"] == 0:
                 return
@@ -222,7 +222,7 @@ def orchestrator_stops_after_round_1(words: list[str]) -> None:
     class Stop(Exception):
         pass
 
-    class Display(Silent):
+    class Display(Watching):
         def row(self, row: dict[str, Any]) -> None:
             if row["round"] == 1:
                 raise Stop

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from helpers import data_for, make_data, make_model, start, train
+from helpers import Watching, data_for, make_data, make_model, start, train
 from safetensors.torch import load_file, save_file
 
 from fedx_pl import FedCAMixin, FedXMixin, MoonMixin, SSLMethod, losses
@@ -18,7 +18,7 @@ from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
-from fedx_pl.trainer import Orchestrator, Silent
+from fedx_pl.trainer import Orchestrator
 
 
 def test_model_contrast_against_numbers_by_hand() -> None:
@@ -172,7 +172,7 @@ def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny:
         words.append(f"fedca.base={tmp_path / 'base'}")
     assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
 
-    class Stopping(Silent):
+    class Stopping(Watching):
         def row(self, row: dict[str, Any]) -> None:
             if row["round"] == 1:
                 raise KeyboardInterrupt

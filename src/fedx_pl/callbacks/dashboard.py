@@ -1,19 +1,24 @@
 """What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.tensorboard import Layout, RunWriter
-from fedx_pl.config.build import Plan
 from fedx_pl.evaluation.features import extract
-from fedx_pl.federation.round import Update
+
+if TYPE_CHECKING:
+    from fedx_pl.evaluation.evaluate import Evaluator
+    from fedx_pl.federation.round import RoundRecord, Update
+    from fedx_pl.trainer import Orchestrator
 
 try:
     import resource
@@ -32,50 +37,50 @@ OWN_KINDS = ("loss_", "knn_", "linear_")
 METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", "accuracy/knn_best", "loss/total")
 
 
-class Cockpit:
-    """Writes a run's numbers, texts and pictures. Use as a context manager around its rounds."""
+class Dashboard(RoundCallback):
+    """Writes a run's numbers, texts and pictures for TensorBoard."""
 
-    def __init__(self, plan: Plan, folder: Path, known: Mapping[str, int] | None) -> None:
-        """Prepares the writer.
+    def __init__(
+        self, *, evaluator: Evaluator, hparams: Mapping[str, float | str], text: str = "", client_curves: int = 10
+    ) -> None:
+        """Prepares nothing yet: the folder comes with the trainer.
 
         Args:
-            plan: of the run.
-            folder: where the event files go.
-            known: event files and their lengths at the last checkpoint; see `RunWriter`.
+            evaluator: knows when the embedding is to be drawn.
+            hparams: what runs are compared by.
+            text: all settings, for people.
+            client_curves: clients with curves of their own.
         """
-        self.plan, self.folder = plan, folder
-        self.writer = RunWriter(folder, known=known, max_clients=plan.config.run.client_curves)
+        self.evaluator, self.text, self.client_curves = evaluator, text, client_curves
+        self.hparams = hparams
+        self._files: dict[str, int] | None = {}  # of the last saved round, and how long they were; None: not known
 
-    def __enter__(self) -> Self:
-        return self
+    def setup(self, trainer: Orchestrator) -> None:
+        """Cuts off what was written after the last saved round: it comes again."""
+        self.trainer = trainer
+        self.writer = RunWriter(trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves)
 
-    def __exit__(self, *_: object) -> None:
-        self.writer.close()
-
-    def introduce(self, untrained: Mapping[str, float]) -> None:
-        """Before the first round: the pages, the settings, who owns what, and what the untrained network can do."""
-        plan, writer = self.plan, self.writer
-        writer.hparams(hparams(plan), METRICS)
-        writer.text("config", f"```yaml\n{plan.config.to_yaml()}```")
+    def on_fit_start(self, trainer: Orchestrator) -> None:
+        """Before the first round: the settings, who owns what, and what the untrained network can do."""
+        if trainer.current_round:
+            return
+        plan, writer = trainer.plan, self.writer
+        writer.hparams(self.hparams, METRICS)
+        writer.text("config", self.text)
         if plan.clients:
             counts, names = plan.class_counts()
             writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
             views = next(plan.client_data(0, round=1).epoch(0))
             writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
-        self._evaluation(0, untrained, [])
+        self._evaluation(0, trainer.untrained, [])
         self._draw(0)
 
-    def round(self, rows: Sequence[Mapping[str, Any]], updates: Sequence[Update], events: Sequence[str]) -> None:
-        """After a round, before it is saved.
-
-        Args:
-            rows: of all rounds, this one last.
-            updates: of its clients.
-            events: what a user should know, in words.
-        """
+    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """Writes the round."""
+        rows, updates, events = [*trainer.history, record.row], record.updates, [*record.notes, *record.alarms]
         row, writer = rows[-1], self.writer
         writer.forget_projector()
-        number = row["round"]
+        number = record.number
         losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
         told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
         if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
@@ -92,18 +97,30 @@ class Cockpit:
         scalars |= {tag: row[key] for tag, key in single.items() if key in row}
         writer.round(number, scalars | self._system(rows))
         self._clients(number, updates)
-        if self.plan.evaluator.due(number, self.plan.config.federation.rounds)[1]:
+        if self.evaluator.due(number, trainer.max_rounds)[1]:
             self._draw(number)
-        if number == self.plan.config.federation.rounds:
+        if number == trainer.max_rounds:
             writer.finished()
 
-    def finish(self) -> None:
+    def on_fit_end(self, trainer: Orchestrator) -> None:
         """After the last round: the final embedding in the projector, once."""
-        if len(self.gallery) < 2 or self.writer.has_projector():
-            return
-        features = self._features()
-        if torch.isfinite(features).all():
-            self.writer.projector(features.cpu(), self._images(), self._names())
+        if len(self.gallery) >= 2 and not self.writer.has_projector():
+            features = self._features()
+            if torch.isfinite(features).all():
+                self.writer.projector(features.cpu(), self._images(), self._names())
+        self.writer.close()
+
+    def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+        """Closes the files."""
+        self.writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The event files, and how long they are."""
+        return {"files": self.writer.lengths()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        self._files = state.get("files", {})
 
     def _evaluation(self, round: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         accuracies = {key: found[key] for key in found if "_top" in key}
@@ -124,7 +141,7 @@ class Cockpit:
         travelled = (row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))  # Older rows do not tell.
         found["system/megabytes_in_all"] = sum(travelled) / mega
         return found | {
-            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.plan.device).items()
+            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.trainer.plan.device).items()
         }
 
     def _clients(self, round: int, updates: Sequence[Update]) -> None:
@@ -153,7 +170,7 @@ class Cockpit:
 
     @property
     def _split(self) -> Any:
-        return self.plan.data.test or self.plan.data.train
+        return self.trainer.plan.data.test or self.trainer.plan.data.train
 
     def _images(self) -> Tensor:
         return torch.from_numpy(np.array(self._split.images[self.gallery]))
@@ -162,46 +179,25 @@ class Cockpit:
         return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
 
     def _names(self) -> list[str]:
-        labels, classes = self._labels(), self.plan.data.classes
+        labels, classes = self._labels(), self.trainer.plan.data.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
         return [classes[label] if label >= 0 else "unlabelled" for label in labels]
 
     def _features(self) -> Tensor:
         """Of the gallery, by the model as it is now."""
-        return extract(self.plan.model.backbone.to(self.plan.device), self._images(), self.plan.augment.plain)
+        return extract(
+            self.trainer.plan.model.backbone.to(self.trainer.plan.device),
+            self._images(),
+            self.trainer.plan.augment.plain,
+        )
 
     def _draw(self, round: int) -> None:
         if len(self.gallery) < 2:
             return
         features = self._features()
         if torch.isfinite(features).all():
-            self.writer.embedding(round, features.cpu(), self._images(), self._labels(), self.plan.data.classes)
-
-
-def hparams(plan: Plan) -> dict[str, float | str]:
-    """What runs are compared by, and whatever else is not as usual.
-
-    TensorBoard shows the first five by alphabet, capitals first.
-    """
-    config = plan.config
-    main = {
-        "Data": config.data.name,
-        "FedX": config.fedx.enabled,
-        "Method": config.method.name,
-        "Rounds": config.federation.rounds,
-        "Seed": config.seed,
-    }
-    told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
-    rest = {key: value for key, value in config.unusual().items() if key not in told}
-    return {key: _shown(value) for key, value in {**main, **rest}.items()}
-
-
-def _shown(value: Any) -> float | str:
-    """As TensorBoard can take it; true it would show as 1."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, int | float) else str(value)
+            self.writer.embedding(round, features.cpu(), self._images(), self._labels(), self.trainer.plan.data.classes)
 
 
 def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:

@@ -1,12 +1,18 @@
 """Numbers that go wrong: a collapsed representation, a client that diverges, a loss scale that runs out."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from fedx_pl.errors import require
-from fedx_pl.federation.round import Update
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.errors import UserError, require
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.round import RoundRecord, Update
+    from fedx_pl.trainer import Orchestrator
 
 COLLAPSED = "the encoder has collapsed"
 
@@ -35,33 +41,69 @@ class HealthOptions:
         require("health.max_growth", self.max_growth, self.max_growth > 1, "health.max_growth=2")
 
 
-def look(
-    options: HealthOptions, row: Mapping[str, Any], updates: Sequence[Update], name_of: Callable[[int], str]
-) -> list[str]:
-    """What is wrong after a round, in words.
+class Health(RoundCallback):
+    """Raises alarms, and ends the run of a collapsed encoder if the options say so."""
 
-    Args:
-        options: thresholds.
-        row: the round's metrics.
-        updates: of its clients.
-        name_of: a client's name for people.
-    """
-    found = []
-    for key, bound, beyond, words in (
-        ("rankme", options.min_rankme, row.get("rankme", math.inf) < options.min_rankme, "below"),
-        ("uniformity", options.max_uniformity, row.get("uniformity", -math.inf) > options.max_uniformity, "above"),
-    ):
-        if beyond:
-            found.append(f"{COLLAPSED}: {key} is {row[key]:.3g}, {words} {bound:g}")
-    for update in updates:
+    def __init__(self, options: HealthOptions | None = None) -> None:
+        """Sets the thresholds.
+
+        Args:
+            options: when to raise an alarm, and what follows.
+        """
+        self.options = options or HealthOptions()
+        self.alarms: list[str] = []  # of all rounds
+
+    def on_fit_start(self, trainer: Orchestrator) -> None:
+        """Refuses to resume a run that was stopped by a collapse."""
+        self._refuse_collapsed(trainer)
+
+    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """Looks at the row and at every client."""
+        record.alarms += [*self._collapse(record.row)]
+        for update in record.updates:
+            record.alarms += [f"{trainer.name_of(update.client)}{problem}" for problem in self._problems(update)]
+        self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
+        trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
+
+    def on_fit_end(self, trainer: Orchestrator) -> None:
+        """Tells why the run ends early."""
+        self._refuse_collapsed(trainer)
+
+    def _collapse(self, row: Mapping[str, Any]) -> Iterator[str]:
+        least, most = self.options.min_rankme, self.options.max_uniformity
+        if row.get("rankme", math.inf) < least:
+            yield f"{COLLAPSED}: rankme is {row['rankme']:.3g}, below {least:g}"
+        if row.get("uniformity", -math.inf) > most:
+            yield f"{COLLAPSED}: uniformity is {row['uniformity']:.3g}, above {most:g}"
+
+    def _problems(self, update: Update) -> Iterator[str]:
         first, last = _ends(update)
         if not math.isfinite(last):
-            found.append(f"{name_of(update.client)} diverges: its loss is {last}")
-        elif first > 0 and last > options.max_growth * first:
-            found.append(f"{name_of(update.client)} diverges: its loss grew from {first:.3g} to {last:.3g}")
-        if update.metrics.get("loss_scale", 1.0) < 1.0:
-            found.append(f"{name_of(update.client)}: its loss scale fell to {update.metrics['loss_scale']:.3g}")
-    return found
+            yield f" diverges: its loss is {last}"
+        elif first > 0 and last > self.options.max_growth * first:
+            yield f" diverges: its loss grew from {first:.3g} to {last:.3g}"
+        if (scale := update.metrics.get("loss_scale", 1.0)) < 1.0:
+            yield f": its loss scale fell to {scale:.3g}"
+
+    def _collapsed(self, number: int) -> bool:
+        return any(alarm.startswith(f"round {number}: {COLLAPSED}") for alarm in self.alarms)
+
+    def _refuse_collapsed(self, trainer: Orchestrator) -> None:
+        """Raises a `UserError`, unless it is the last round, which ends the run in any case."""
+        number = trainer.current_round
+        if self.options.on_collapse == "stop" and self._collapsed(number) and number < trainer.max_rounds:
+            raise UserError(
+                f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the run is saved in "
+                f"{trainer.folder}, and on_collapse=warn goes on"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The alarms so far."""
+        return {"alarms": self.alarms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        self.alarms = list(state.get("alarms", []))
 
 
 def _ends(update: Update) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """The progress of a run on the terminal: a live bar with an ETA, and one line per round."""
 
+from __future__ import annotations
+
 import os
 import textwrap
 import time
@@ -8,14 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.eta import Due, Eta
-from fedx_pl.federation.round import Update
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.round import RoundRecord, Update
+    from fedx_pl.trainer import Orchestrator
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 
@@ -163,6 +169,74 @@ class Terminal:
     def _print(self, text: str, style: str | None = None) -> None:
         self._last_line = self._clock()
         self.console.print(text, style=style, soft_wrap=True)
+
+
+class ProgressBar(RoundCallback):
+    """Shows a run on the terminal."""
+
+    def __init__(self, *, rounds: int, due: Due, console: Console | None = None) -> None:
+        """Prepares the display.
+
+        Args:
+            rounds: of the whole run.
+            due: which rounds evaluate what, for the ETA.
+            console: where to write; standard output if not given.
+        """
+        self.display = Terminal(console or make_console(), rounds, due)
+        self._done = 0  # clients of the round
+
+    def on_fit_start(self, trainer: Orchestrator) -> None:
+        """Starts the bar; after the evaluation of the untrained network, says what came of it."""
+        self.display.__enter__()
+        first = trainer.current_round + 1
+        if first <= trainer.max_rounds and trainer.plan.clients:
+            self.display.expect(trainer.plan.steps_between(first, trainer.max_rounds), first)
+        if first == 1:
+            self.display.row({"round": 0, **trainer.untrained, "evaluate_seconds": trainer.untrained_seconds})
+
+    def on_round_start(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """Begins to count the round's time."""
+        self._done = 0
+        self.display.start(record.number, 0, len(record.clients), 0)
+
+    def on_client_start(self, trainer: Orchestrator, worker: str, client: int | None) -> None:
+        """Shows what each worker does."""
+        self.display.working(worker, client)
+
+    def on_client_steps(self, trainer: Orchestrator, count: int) -> None:
+        """Moves the bar."""
+        self.display.step(count)
+
+    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+        """Counts the client; one of an earlier process took none of this one's time."""
+        self._done += 1
+        if update.client in record.resumed:
+            self.display.start(record.number, self._done, len(record.clients), len(update.losses))
+        else:
+            self.display.client(record.number, self._done, len(record.clients), update)
+
+    def on_client_refused(self, trainer: Orchestrator, record: RoundRecord, client: int, reason: str) -> None:
+        """Counts the client."""
+        self._done += 1
+        self.display.client(record.number, self._done, len(record.clients), None)
+
+    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """Writes the round's line, and what went wrong below it."""
+        self.display.row(record.row)
+        for alarm in record.alarms:
+            self.display.note(f"round {record.number}: {alarm}")
+
+    def on_note(self, trainer: Orchestrator, text: str) -> None:
+        """Writes it."""
+        self.display.note(text)
+
+    def on_fit_end(self, trainer: Orchestrator) -> None:
+        """Ends the bar."""
+        self.display.__exit__()
+
+    def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+        """Ends the bar."""
+        self.display.__exit__()
 
 
 def is_live(console: Console) -> bool:

@@ -81,9 +81,8 @@ def _coordinate(options: argparse.Namespace) -> None:
             engine.book.expect(sorted(known.sites))
         return engine
 
-    with progress.Terminal(console, config.federation.rounds, plan.evaluator.due) as display:
-        result = Orchestrator(plan, display, make_engine).run()
-    summary(result, console)
+    bar = progress.ProgressBar(rounds=config.federation.rounds, due=plan.evaluator.due, console=console)
+    summary(Orchestrator(plan, [bar], make_engine).run(), console)
 
 
 def client(options: argparse.Namespace) -> None:

@@ -41,15 +41,12 @@ def _train(options: argparse.Namespace, console: Console) -> None:
         return
     # Before the run folder is made: whoever says no should find nothing left behind.
     seconds = None if options.yes else _confirmed_seconds(plan, console)
-    with progress.Terminal(console, rounds, plan.evaluator.due) as display:
-        orchestrator = Orchestrator(plan, display)
-        first = orchestrator.state.round + 1
-        if first <= rounds:
-            if seconds is None:
-                console.print(expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
-            display.expect(plan.steps_between(first, rounds), first)
-        result = orchestrator.run()
-    summary(result, console)
+    bar = progress.ProgressBar(rounds=rounds, due=plan.evaluator.due, console=console)
+    orchestrator = Orchestrator(plan, [bar])
+    first = orchestrator.current_round + 1
+    if first <= rounds and seconds is None:
+        console.print(expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
+    summary(orchestrator.run(), console)
 
 
 def _confirmed_seconds(plan: Plan, console: Console) -> float | None:

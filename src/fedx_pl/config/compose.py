@@ -134,6 +134,22 @@ class Config:
             content["data.image_size"] = 64  # They once set it for all data sets: runs keep their names.
         return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
 
+    def hparams(self) -> dict[str, float | str]:
+        """What runs are compared by, and whatever else is not as usual.
+
+        TensorBoard shows the first five by alphabet, capitals first.
+        """
+        main = {
+            "Data": self.data.name,
+            "FedX": self.fedx.enabled,
+            "Method": self.method.name,
+            "Rounds": self.federation.rounds,
+            "Seed": self.seed,
+        }
+        told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
+        rest = {key: value for key, value in self.unusual().items() if key not in told}
+        return {key: _shown(value) for key, value in {**main, **rest}.items()}
+
     @property
     def run_name(self) -> str:
         """Of this run's folder and of its result."""
@@ -147,6 +163,13 @@ class Config:
     def to_yaml(self) -> str:
         """The resolved configuration; `load` reads it back."""
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+
+def _shown(value: Any) -> float | str:
+    """As TensorBoard can take it; true it would show as 1."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, int | float) else str(value)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -61,9 +61,7 @@ class RunState:
     untrained: dict[str, float] = field(default_factory=dict)
     clients: dict[int, ClientRecord] = field(default_factory=dict)
     seconds: float = 0.0
-    strikes: dict[int, int] = field(default_factory=dict)  # bad updates in a row, by client
-    events: dict[str, int] | None = field(default_factory=dict)  # TensorBoard's files and how long they were
-    alarms: list[str] = field(default_factory=list)  # what went wrong, with the round
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by key
     config: str = ""  # hash of the run's configuration
 
     @property
@@ -220,16 +218,13 @@ class Checkpoints:
             raise ValueError("its files do not match SHA256SUMS")
         manifest = json.loads(files["state.json"])
         clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
-        strikes = {int(client): count for client, count in manifest.get("strikes", {}).items()}  # Not in older runs.
         state = RunState(
             round=manifest["round"],
             rows=manifest["rows"],
             untrained=manifest["untrained"],
             clients=clients,
             seconds=manifest["seconds"],
-            strikes=strikes,
-            events=manifest.get("events"),
-            alarms=manifest.get("alarms", []),
+            callbacks=manifest["callbacks"] if "callbacks" in manifest else _former_callbacks(manifest),
             config=manifest.get("config", ""),
         )
         return state, GlobalState.from_tensors(load(files["global.safetensors"]))
@@ -268,6 +263,15 @@ class Checkpoints:
 
     def _client_file(self, client: int, round: int) -> Path:
         return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
+
+
+def _former_callbacks(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The callbacks' states in a checkpoint of version 0.1, which had no callbacks."""
+    return {
+        "Quarantine": {"strikes": manifest.get("strikes", {})},
+        "Dashboard": {"files": manifest.get("events")},
+        "Health": {"alarms": manifest.get("alarms", [])},
+    }
 
 
 class UnfinishedRound:

@@ -6,6 +6,7 @@ In files and messages the tensors of a state lie side by side, told apart by the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,30 @@ class Update:
     def loss(self, name: str = "total") -> Tensor:
         """The total, or a term, by step."""
         return self.losses[:, self.loss_names.index(name)]
+
+
+@dataclass(kw_only=True)
+class RoundRecord:
+    """A round while it happens. Callbacks read it, and add to `row`, `notes` and `alarms`."""
+
+    context: RoundContext
+    clients: list[int]  # chosen to train
+    updates: list[Update] = field(default_factory=list)  # the aggregated ones, without tensors
+    resumed: list[int] = field(default_factory=list)  # of them, clients that an earlier process had trained
+    refused: dict[int, str] = field(default_factory=dict)  # why, by client
+    at_fault: set[int] = field(default_factory=set)  # of the refused, those who answered, but not as they should
+    row: dict[str, Any] = field(default_factory=dict)  # of metrics.csv
+    notes: list[str] = field(default_factory=list)  # what happened, in words
+    alarms: list[str] = field(default_factory=list)  # what went wrong, in words
+    bytes_up: int = 0
+    bytes_down: int = 0
+    train_seconds: float = 0.0
+    aggregate_seconds: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The round's number, from 1."""
+        return self.context.round
 
 
 def _moved(state: State, device: torch.device) -> State:

@@ -1,0 +1,40 @@
+"""RUN/metrics.csv and metrics.json: a row per round."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING
+
+from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.files import write_atomically
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.round import RoundRecord
+    from fedx_pl.trainer import Orchestrator
+
+FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
+
+
+class MetricsFiles(RoundCallback):
+    """Writes both files after every round."""
+
+    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        """Writes them anew: a run of a thousand rounds has a few hundred kilobytes."""
+        self._write(trainer)
+
+    def on_fit_end(self, trainer: Orchestrator) -> None:
+        """Writes them again, in case that the last round was saved and the process then killed."""
+        self._write(trainer)
+
+    def _write(self, trainer: Orchestrator) -> None:
+        rows = trainer.history
+        columns = list(dict.fromkeys([*FIRST_COLUMNS, *(key for row in rows for key in row)]))
+        text = io.StringIO()
+        table = csv.DictWriter(text, columns, restval="")
+        table.writeheader()
+        table.writerows(rows)
+        write_atomically(trainer.folder / "metrics.csv", text.getvalue().encode())
+        whole = {"untrained": trainer.untrained, "rounds": rows, "seconds": trainer.seconds}
+        write_atomically(trainer.folder / "metrics.json", json.dumps(whole, indent=1).encode())
