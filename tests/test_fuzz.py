@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.compose import Config, compose
-from fedx_pl.data import partition
-from fedx_pl.data.partition import KINDS, PartitionOptions
+from fedx_pl.config.options import PARTITIONS, PartitionOptions
+from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
@@ -58,7 +58,7 @@ def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(words: list[tu
 
 @fuzz
 @given(
-    st.sampled_from(KINDS), st.integers(0, 60), st.integers(1, 6), st.integers(1, 12),
+    st.sampled_from([*PARTITIONS]), st.integers(0, 60), st.integers(1, 6), st.integers(1, 12),
     st.floats(1e-3, 1e3), st.integers(0, 12), st.integers(1, 7), st.integers(0, 2**40), st.booleans(),
 )  # fmt: skip
 def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
@@ -69,7 +69,9 @@ def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
     groups = rng.integers(0, 4, images)
     try:
         options = PartitionOptions(kind=kind, beta=beta, classes=held, min_size=least)
-        found = partition.make(options, labels, groups, images, clients, seed)
+        split = Split(np.zeros((images, 1, 1, 1), np.uint8), labels, groups)
+        data = ImageData("test", split, None, (), (), "here", "")
+        found = options.made(clients).deal(data, seed)
     except UserError:
         return
     assert len(found) == clients

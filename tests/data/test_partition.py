@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedx_pl.data import partition
-from fedx_pl.data.partition import PartitionOptions
+from fedx_pl.config.options import PartitionOptions
+from fedx_pl.data import dealing, split_file
+from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import UserError
 
 quick = settings(max_examples=60)
@@ -29,6 +30,12 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def deal(options, labels, groups, *, clients, seed=0, fingerprint="", num_images=100):
+    images = Split(np.zeros((num_images, 1, 1, 1), np.uint8), labels, groups)
+    data = ImageData("test", images, None, (), (), "here", fingerprint)
+    return options.made(clients).deal(data, seed)
+
+
 def class_mix(labels: np.ndarray, split: list[np.ndarray]) -> np.ndarray:
     """(clients, classes) share of each class within a client."""
     counts = np.array([np.bincount(labels[part], minlength=labels.max() + 1) for part in split])
@@ -39,10 +46,10 @@ def class_mix(labels: np.ndarray, split: list[np.ndarray]) -> np.ndarray:
 @given(num_images=st.integers(1, 200), data=st.data(), seed=SEEDS)
 def test_iid_deals_everything_in_equal_parts(num_images, data, seed):
     clients = data.draw(st.integers(1, num_images))
-    split = partition.iid(num_images, clients, seed)
+    split = dealing.iid(num_images, clients, seed)
     assert_partition(split, num_images, clients)
     assert max(map(len, split)) - min(map(len, split)) <= 1
-    assert_same(split, partition.iid(num_images, clients, seed))
+    assert_same(split, dealing.iid(num_images, clients, seed))
 
 
 @pytest.mark.filterwarnings("ignore:in each of")
@@ -50,10 +57,10 @@ def test_iid_deals_everything_in_equal_parts(num_images, data, seed):
 @given(labels=LABELS, data=st.data(), beta=BETAS, min_size=st.integers(0, 30), seed=SEEDS)
 def test_dirichlet_always_ends_with_a_partition_and_the_minimum_size(labels, data, beta, min_size, seed):
     clients = data.draw(st.integers(1, len(labels)))
-    split = partition.dirichlet(labels, clients, beta, seed, min_size)
+    split = dealing.dirichlet(labels, clients, beta, seed, min_size)
     assert_partition(split, len(labels), clients)
     assert min(map(len, split)) >= min(min_size, len(labels) // clients)
-    assert_same(split, partition.dirichlet(labels, clients, beta, seed, min_size))
+    assert_same(split, dealing.dirichlet(labels, clients, beta, seed, min_size))
 
 
 @pytest.mark.filterwarnings("ignore:in each of")
@@ -61,10 +68,10 @@ def test_dirichlet_always_ends_with_a_partition_and_the_minimum_size(labels, dat
 @given(num_images=st.integers(1, 200), data=st.data(), beta=BETAS, min_size=st.integers(0, 30), seed=SEEDS)
 def test_quantity_skew_always_ends_with_a_partition_and_the_minimum_size(num_images, data, beta, min_size, seed):
     clients = data.draw(st.integers(1, num_images))
-    split = partition.quantity_skew(num_images, clients, beta, seed, min_size)
+    split = dealing.quantity_skew(num_images, clients, beta, seed, min_size)
     assert_partition(split, num_images, clients)
     assert min(map(len, split)) >= min(min_size, num_images // clients)
-    assert_same(split, partition.quantity_skew(num_images, clients, beta, seed, min_size))
+    assert_same(split, dealing.quantity_skew(num_images, clients, beta, seed, min_size))
 
 
 @quick
@@ -75,7 +82,7 @@ def test_classes_per_client_keeps_to_k_classes_and_shares_each_evenly(classes, c
     labels = np.repeat(
         np.arange(classes) * 7 - 1, data.draw(st.lists(st.integers(15, 40), min_size=classes, max_size=classes))
     )
-    split = partition.classes_per_client(labels, clients, k, seed)
+    split = dealing.classes_per_client(labels, clients, k, seed)
     assert_partition(split, len(labels), clients)
     assert all(len(np.unique(labels[part])) == k for part in split)
     counts = np.array([[(labels[part] == value).sum() for part in split] for value in np.unique(labels)])
@@ -83,13 +90,13 @@ def test_classes_per_client_keeps_to_k_classes_and_shares_each_evenly(classes, c
         assert row[row > 0].max() - row[row > 0].min() <= 1
     owners = (counts > 0).sum(axis=1)
     assert owners.max() - owners.min() <= 1
-    assert_same(split, partition.classes_per_client(labels, clients, k, seed))
+    assert_same(split, dealing.classes_per_client(labels, clients, k, seed))
 
 
 @quick
 @given(groups=st.lists(st.sampled_from(["north", "south", "été", ""]), min_size=1, max_size=50))
 def test_by_group_makes_one_client_per_folder_in_sorted_order(groups):
-    split = partition.by_group(np.array(groups))
+    split = dealing.by_group(np.array(groups))
     assert_partition(split, len(groups), len(set(groups)))
     assert [{groups[i] for i in part} for part in split] == [{name} for name in sorted(set(groups))]
 
@@ -97,10 +104,10 @@ def test_by_group_makes_one_client_per_folder_in_sorted_order(groups):
 @pytest.mark.parametrize(
     "deal",
     [
-        lambda labels, seed: partition.iid(len(labels), 5, seed),
-        lambda labels, seed: partition.dirichlet(labels, 5, 0.5, seed),
-        lambda labels, seed: partition.quantity_skew(len(labels), 5, 0.5, seed),
-        lambda labels, seed: partition.classes_per_client(labels, 5, 2, seed),
+        lambda labels, seed: dealing.iid(len(labels), 5, seed),
+        lambda labels, seed: dealing.dirichlet(labels, 5, 0.5, seed),
+        lambda labels, seed: dealing.quantity_skew(len(labels), 5, 0.5, seed),
+        lambda labels, seed: dealing.classes_per_client(labels, 5, 2, seed),
     ],
     ids=["iid", "dirichlet", "quantity", "classes"],
 )
@@ -128,66 +135,66 @@ def test_cut_gives_the_numbers_of_a_hand_computed_case():
     Without it the shares sum to .6; cumulated and divided: 1/6, 3.5/6, 3.5/6, 1. Times 10, plus the start .5, rounded
     down: floor(2.17) = 2, floor(6.33) = 6, 6, floor(10.5) = 10. Differences: 2, 4, 0, 4.
     """
-    counts = partition._cut(10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng())
+    counts = dealing._cut(10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng())
     assert counts.tolist() == [2, 4, 0, 4]
 
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])
 def test_cut_gives_all_to_one_open_client_when_no_share_is_left(shares):
-    assert partition._cut(7, np.array(shares), np.array([False, True, False]), FixedRng()).tolist() == [0, 7, 0]
+    assert dealing._cut(7, np.array(shares), np.array([False, True, False]), FixedRng()).tolist() == [0, 7, 0]
 
 
 def test_cut_deals_no_image_that_is_not_there():
     """The largest float below 1, added to 50,000, rounds to 50,001."""
-    assert partition._cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum() == 50_000
+    assert dealing._cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum() == 50_000
 
 
 def test_dirichlet_fills_no_client_by_more_than_one_class_beyond_the_average():
     """A client at or over N/n gets nothing of later classes, so it overshoots by less than one class's size."""
     labels = np.repeat(np.arange(20), 50)
-    sizes = [len(p) for seed in range(5) for p in partition.dirichlet(labels, 10, 0.3, seed)]
+    sizes = [len(p) for seed in range(5) for p in dealing.dirichlet(labels, 10, 0.3, seed)]
     assert 100 < max(sizes) < 100 + 50
 
 
 def test_dirichlet_class_mix_is_even_for_large_beta_and_skewed_for_small():
     labels = np.arange(5000) % 10
     for large in (1e6, 1e308):  # sums of gamma variates that large overflow
-        assert np.abs(class_mix(labels, partition.dirichlet(labels, 10, large, 0)) - 0.1).max() < 0.01
-    paper = class_mix(labels, partition.dirichlet(labels, 10, 0.5, 0)).max(axis=1).mean()
+        assert np.abs(class_mix(labels, dealing.dirichlet(labels, 10, large, 0)) - 0.1).max() < 0.01
+    paper = class_mix(labels, dealing.dirichlet(labels, 10, 0.5, 0)).max(axis=1).mean()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        skewed = class_mix(labels, partition.dirichlet(labels, 10, 0.01, 0)).max(axis=1).mean()
+        skewed = class_mix(labels, dealing.dirichlet(labels, 10, 0.01, 0)).max(axis=1).mean()
     assert 0.2 < paper < 0.6 < 0.8 < skewed
 
 
 def test_dirichlet_rounding_does_not_favour_some_clients():
     """100 classes of 500 images on 1000 equal clients are half an image each: rounding must not pick the same half."""
     labels = np.arange(50_000) % 100
-    sizes = np.array([len(part) for part in partition.dirichlet(labels, 1000, 1e8, 0)])
+    sizes = np.array([len(part) for part in dealing.dirichlet(labels, 1000, 1e8, 0)])
     assert sizes.min() > 35
 
 
 def test_dirichlet_images_within_a_class_are_random():
-    part = partition.dirichlet(np.zeros(10_000, dtype=int), 2, 1e6, 0)[0]
+    part = dealing.dirichlet(np.zeros(10_000, dtype=int), 2, 1e6, 0)[0]
     assert 4700 < part.mean() < 5300
 
 
 def test_quantity_skew_sizes_follow_beta():
-    sizes = {beta: np.array([len(p) for p in partition.quantity_skew(10_000, 10, beta, 0, 1)]) for beta in (0.3, 1e6)}
+    sizes = {beta: np.array([len(p) for p in dealing.quantity_skew(10_000, 10, beta, 0, 1)]) for beta in (0.3, 1e6)}
     assert abs(sizes[1e6] - 1000).max() < 10
     assert sizes[0.3].max() > 2500
 
 
 def test_classes_per_client_mixes_classes_freely():
     labels = np.arange(4000) % 10
-    pairs = {tuple(np.unique(labels[p])) for p in partition.classes_per_client(labels, 40, 2, 0)}
+    pairs = {tuple(np.unique(labels[p])) for p in dealing.classes_per_client(labels, 40, 2, 0)}
     assert len(pairs) > 15  # a fixed pairing of classes would give 5
 
 
 def test_top_up_warns_with_the_number_of_images_it_moved():
     """One class and a beta that gives everything to one of 4 clients: each of the 3 others needs 10 images."""
     with pytest.warns(UserWarning, match=r"fewer than 10 images: moved 30 random images"):
-        split = partition.dirichlet(np.zeros(100, dtype=int), 4, 1e-9, 0)
+        split = dealing.dirichlet(np.zeros(100, dtype=int), 4, 1e-9, 0)
     assert sorted(map(len, split)) == [10, 10, 10, 70]
 
 
@@ -195,7 +202,7 @@ def test_top_up_takes_from_the_largest_only():
     """Sizes 9, 8, 3, 0 with 3 wanted: 3 to move; the level 7 frees 2 + 1."""
     owner = np.repeat([0, 1, 2], [9, 8, 3])
     before = owner.copy()
-    assert partition._top_up(owner, 4, 3, np.random.default_rng(0)) == 3
+    assert dealing._top_up(owner, 4, 3, np.random.default_rng(0)) == 3
     assert np.bincount(owner).tolist() == [7, 7, 3, 3]
     assert (before != owner).sum() == 3
 
@@ -205,7 +212,7 @@ def test_drawing_again_comes_before_moving_images():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(10):
-            assert min(map(len, partition.dirichlet(np.arange(5000) % 10, 10, 0.5, seed, 350))) >= 350
+            assert min(map(len, dealing.dirichlet(np.arange(5000) % 10, 10, 0.5, seed, 350))) >= 350
 
 
 def lines_run(deal, labels):
@@ -231,10 +238,10 @@ def lines_run(deal, labels):
 @pytest.mark.parametrize(
     "deal",
     [
-        lambda labels: partition.dirichlet(labels, 1000, 0.05, 0),
-        lambda labels: partition.dirichlet(labels % 10, 1000, 0.05, 0),
-        lambda labels: partition.classes_per_client(labels, 1000, 2, 0),
-        lambda labels: partition.quantity_skew(len(labels), 1000, 0.05, 0),
+        lambda labels: dealing.dirichlet(labels, 1000, 0.05, 0),
+        lambda labels: dealing.dirichlet(labels % 10, 1000, 0.05, 0),
+        lambda labels: dealing.classes_per_client(labels, 1000, 2, 0),
+        lambda labels: dealing.quantity_skew(len(labels), 1000, 0.05, 0),
     ],
     ids=["dirichlet", "dirichlet of ten", "classes", "quantity"],
 )
@@ -250,21 +257,21 @@ TEN = np.arange(100) % 10
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: partition.iid(10, 0, 0), ["federation.clients=0", "federation.clients=10"]),
-        (lambda: partition.dirichlet(TEN, -3, 0.5, 0), ["federation.clients=-3"]),
-        (lambda: partition.iid(10, 11, 0), ["federation.clients=11", "(10)", "federation.clients=10"]),
-        (lambda: partition.dirichlet(TEN, 101, 0.5, 0), ["federation.clients=101"]),
-        (lambda: partition.quantity_skew(5, 6, 0.5, 0), ["federation.clients=6"]),
-        (lambda: partition.classes_per_client(TEN, 101, 2, 0), ["federation.clients=101"]),
-        (lambda: partition.dirichlet(TEN, 5, 0.0, 0), ["partition.beta=0.0", "partition.beta=0.5"]),
-        (lambda: partition.dirichlet(TEN, 5, float("nan"), 0), ["partition.beta=nan"]),
-        (lambda: partition.quantity_skew(100, 5, -1.0, 0), ["partition.beta=-1.0"]),
-        (lambda: partition.quantity_skew(100, 5, float("inf"), 0), ["partition.beta=inf"]),
-        (lambda: partition.classes_per_client(TEN, 20, 0, 0), ["partition.classes=0", "type partition.classes=1"]),
-        (lambda: partition.classes_per_client(TEN, 5, 11, 0), ["partition.classes=11", "type partition.classes=10"]),
-        (lambda: partition.classes_per_client(TEN, 4, 2, 0), ["partition.classes=3", "federation.clients=5"]),
-        (lambda: partition.classes_per_client(np.array([0, 0, 0, 0, 1]), 5, 1, 0), ["partition.classes=1", "1 of 5"]),
-        (lambda: partition.iid(10, 2, -1), ["seed=-1", "seed=0"]),
+        (lambda: dealing.iid(10, 0, 0), ["federation.clients=0", "federation.clients=10"]),
+        (lambda: dealing.dirichlet(TEN, -3, 0.5, 0), ["federation.clients=-3"]),
+        (lambda: dealing.iid(10, 11, 0), ["federation.clients=11", "(10)", "federation.clients=10"]),
+        (lambda: dealing.dirichlet(TEN, 101, 0.5, 0), ["federation.clients=101"]),
+        (lambda: dealing.quantity_skew(5, 6, 0.5, 0), ["federation.clients=6"]),
+        (lambda: dealing.classes_per_client(TEN, 101, 2, 0), ["federation.clients=101"]),
+        (lambda: dealing.dirichlet(TEN, 5, 0.0, 0), ["partition.beta=0.0", "partition.beta=0.5"]),
+        (lambda: dealing.dirichlet(TEN, 5, float("nan"), 0), ["partition.beta=nan"]),
+        (lambda: dealing.quantity_skew(100, 5, -1.0, 0), ["partition.beta=-1.0"]),
+        (lambda: dealing.quantity_skew(100, 5, float("inf"), 0), ["partition.beta=inf"]),
+        (lambda: dealing.classes_per_client(TEN, 20, 0, 0), ["partition.classes=0", "type partition.classes=1"]),
+        (lambda: dealing.classes_per_client(TEN, 5, 11, 0), ["partition.classes=11", "type partition.classes=10"]),
+        (lambda: dealing.classes_per_client(TEN, 4, 2, 0), ["partition.classes=3", "federation.clients=5"]),
+        (lambda: dealing.classes_per_client(np.array([0, 0, 0, 0, 1]), 5, 1, 0), ["partition.classes=1", "1 of 5"]),
+        (lambda: dealing.iid(10, 2, -1), ["seed=-1", "seed=0"]),
     ],
 )
 def test_impossible_requests_name_the_key_and_what_to_type(call, words):
@@ -278,16 +285,16 @@ def test_impossible_requests_name_the_key_and_what_to_type(call, words):
 @pytest.mark.parametrize(
     ("kind", "direct"),
     [
-        ("iid", lambda: partition.iid(100, 5, 3)),
-        ("dirichlet", lambda: partition.dirichlet(TEN, 5, 0.7, 3, 19)),
-        ("classes", lambda: partition.classes_per_client(TEN, 5, 4, 3)),
-        ("quantity", lambda: partition.quantity_skew(100, 5, 0.7, 3, 19)),
-        ("folders", lambda: partition.by_group(np.arange(100) // 20)),
+        ("iid", lambda: dealing.iid(100, 5, 3)),
+        ("dirichlet", lambda: dealing.dirichlet(TEN, 5, 0.7, 3, 19)),
+        ("classes", lambda: dealing.classes_per_client(TEN, 5, 4, 3)),
+        ("quantity", lambda: dealing.quantity_skew(100, 5, 0.7, 3, 19)),
+        ("folders", lambda: dealing.by_group(np.arange(100) // 20)),
     ],
 )
 def test_make_passes_every_option_on(kind, direct):
     options = PartitionOptions(kind=kind, beta=0.7, classes=4, min_size=19)
-    assert_same(partition.make(options, TEN, np.arange(100) // 20, 100, 5, 3), direct())
+    assert_same(deal(options, TEN, np.arange(100) // 20, clients=5, seed=3), direct())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +308,7 @@ def test_make_passes_every_option_on(kind, direct):
 )
 def test_make_explains_what_does_not_fit(options, labels, groups, words):
     with pytest.raises(UserError) as error:
-        partition.make(options, labels, groups, 100, 5, 0)
+        deal(options, labels, groups, clients=5)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -317,10 +324,10 @@ def test_every_option_has_a_help_line():
 
 
 def test_a_saved_split_comes_back(tmp_path):
-    split = partition.dirichlet(TEN, 5, 0.5, 0)
+    split = dealing.dirichlet(TEN, 5, 0.5, 0)
     path = tmp_path / "run" / "split.json"
-    partition.save(path, split, fingerprint="abc", options={"kind": "dirichlet", "beta": 0.5})
-    assert_same(partition.load(path, fingerprint="abc", num_images=100), split)
+    split_file.save(path, split, fingerprint="abc", options={"kind": "dirichlet", "beta": 0.5})
+    assert_same(split_file.load(path, fingerprint="abc", num_images=100), split)
     content = json.loads(path.read_text())
     assert content["format"] == 1
     assert content["num_images"] == 100
@@ -330,25 +337,25 @@ def test_a_saved_split_comes_back(tmp_path):
 
 def test_make_uses_the_file_instead_of_the_kind(tmp_path):
     path = tmp_path / "split.json"
-    partition.save(path, [np.array([5, 7]), np.array([0])], fingerprint="abc", options={})
-    split = partition.make(PartitionOptions(file=str(path)), TEN, None, 100, 2, 0, fingerprint="abc")
+    split_file.save(path, [np.array([5, 7]), np.array([0])], fingerprint="abc", options={})
+    split = deal(PartitionOptions(file=str(path)), TEN, None, clients=2, fingerprint="abc")
     assert_same(split, [np.array([5, 7]), np.array([0])])  # the other 97 images stay unused
     with pytest.raises(UserError, match=r"type federation\.clients=2"):
-        partition.make(PartitionOptions(file=str(path)), TEN, None, 100, 3, 0, fingerprint="abc")
+        deal(PartitionOptions(file=str(path)), TEN, None, clients=3, fingerprint="abc")
 
 
 def test_a_failed_save_keeps_the_old_file_and_leaves_nothing_behind(tmp_path, monkeypatch):
     path = tmp_path / "split.json"
-    partition.save(path, [np.arange(3)], fingerprint="old", options={})
+    split_file.save(path, [np.arange(3)], fingerprint="old", options={})
 
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        partition.save(path, [np.arange(4)], fingerprint="new", options={})
+        split_file.save(path, [np.arange(4)], fingerprint="new", options={})
     assert [p.name for p in tmp_path.iterdir()] == ["split.json"]
-    assert_same(partition.load(path, fingerprint="old", num_images=3), [np.arange(3)])
+    assert_same(split_file.load(path, fingerprint="old", num_images=3), [np.arange(3)])
 
 
 def split_text(clients: object, **changes: object) -> str:
@@ -385,13 +392,13 @@ def test_a_bad_split_file_is_refused_by_name(tmp_path, text, why):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=why) as error:
-        partition.load(path, fingerprint="abc", num_images=10)
+        split_file.load(path, fingerprint="abc", num_images=10)
     assert f"partition.file={path}" in str(error.value)
 
 
 def test_a_split_file_that_is_binary_or_a_folder_is_refused(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(UserError, match="not JSON"):
-        partition.load(tmp_path / "image.png", fingerprint="abc", num_images=10)
+        split_file.load(tmp_path / "image.png", fingerprint="abc", num_images=10)
     with pytest.raises(UserError, match="cannot be read"):
-        partition.load(tmp_path, fingerprint="abc", num_images=10)
+        split_file.load(tmp_path, fingerprint="abc", num_images=10)

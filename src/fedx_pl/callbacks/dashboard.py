@@ -95,6 +95,8 @@ class Dashboard(RoundCallback):
         scalars |= {f"clients/{key}": row[key] for key in told}
         single = {"optim/lr": "lr", "privacy/epsilon": "epsilon"}
         scalars |= {tag: row[key] for tag, key in single.items() if key in row}
+        added = row.keys() - {*OWN, *HEALTH, *told}
+        scalars |= {f"custom/{key}": row[key] for key in sorted(added) if not key.startswith(OWN_KINDS)}
         writer.round(number, scalars | self._system(rows))
         self._clients(number, updates)
         if self.evaluator.due(number, trainer.max_rounds)[1]:

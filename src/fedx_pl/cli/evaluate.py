@@ -26,7 +26,7 @@ from fedx_pl.cli.summary import evaluations
 from fedx_pl.config.build import Plan, assemble, prepare
 from fedx_pl.config.compose import Config, compose, load
 from fedx_pl.config.registry import find_method
-from fedx_pl.data import partition
+from fedx_pl.data import split_file
 from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import finetune, geometry
@@ -206,7 +206,7 @@ def _open(
     config = config if train else _replaced(config, "fedca.enabled", False)
     plan = prepare(config, report) if data is None else assemble(config, data, [])
     try:
-        clients = partition.load(
+        clients = split_file.load(
             folder / "split.json", fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images)
         )
     except UserError as error:  # It speaks of `partition.file`, which the user did not give here.

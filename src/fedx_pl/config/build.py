@@ -14,7 +14,7 @@ from fedx_pl import backbones
 from fedx_pl.callbacks.angle import Angle
 from fedx_pl.config.compose import Config, compose
 from fedx_pl.config.registry import find_method
-from fedx_pl.data import partition, sources
+from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split
@@ -197,11 +197,7 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
         report: takes one line for each thing worth knowing.
     """
     data = load_data(config, report)
-    train, images = data.train, data.train.images
-    clients = partition.make(
-        config.partition, train.labels, train.groups, len(images), config.federation.clients, config.seed,
-        fingerprint=data.fingerprint,
-    )  # fmt: skip
+    clients = config.partition.made(config.federation.clients).deal(data, config.seed)
     return assemble(config, data, clients)
 
 

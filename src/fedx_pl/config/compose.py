@@ -31,11 +31,10 @@ from omegaconf.errors import OmegaConfBaseException
 from fedx_pl import methods
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.health import HealthOptions
-from fedx_pl.config.options import FederationOptions, RunOptions
+from fedx_pl.config.options import FederationOptions, PartitionOptions, RunOptions
 from fedx_pl.config.registry import find_method
 from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.images import RESIZED, DataOptions
-from fedx_pl.data.partition import PartitionOptions
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
 from fedx_pl.evaluation.evaluate import EvaluationOptions

@@ -1,9 +1,21 @@
 """Options that belong to no part of the house in particular: who trains how often, and how a run is carried out."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
-from fedx_pl.errors import require
+from fedx_pl.data import partition
+from fedx_pl.data.dealing import check_beta
+from fedx_pl.data.partition import Partition
+from fedx_pl.errors import UserError, known_names, require
+
+PARTITIONS: dict[str, type[Partition]] = {
+    "iid": partition.IID,
+    "dirichlet": partition.Dirichlet,
+    "classes": partition.ClassesPerClient,
+    "quantity": partition.QuantitySkew,
+    "folders": partition.Folders,
+}
 
 
 @dataclass(frozen=True)
@@ -55,3 +67,36 @@ class RunOptions:
         require("run.keep", self.keep, self.keep >= 1, "run.keep=1 or more")
         require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, "run.resident_gb=0 or more")
         require("run.client_curves", self.client_curves, self.client_curves >= 0, "run.client_curves=0 or more")
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """How images are dealt to clients."""
+
+    kind: str = field(
+        default="dirichlet",
+        metadata={
+            "help": "iid; dirichlet: skewed class mix; classes: a few classes each; quantity: skewed sizes, same mix; "
+            "folders: one sub-folder of data.root per client"
+        },
+    )
+    beta: float = field(
+        default=0.5, metadata={"help": "kind=dirichlet, quantity: concentration; smaller is more skewed"}
+    )
+    classes: int = field(default=2, metadata={"help": "kind=classes: how many classes each client holds"})
+    min_size: int = field(default=10, metadata={"help": "kind=dirichlet, quantity: fewest images of a client"})
+    file: str = field(default="", metadata={"help": "use this split.json of an earlier run instead"})
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        if self.kind not in PARTITIONS:
+            instead = known_names(str(self.kind), [*PARTITIONS], prefix="partition.kind=")
+            raise UserError(f"partition.kind={self.kind} is not known{instead}")
+
+    def made(self, clients: int) -> Partition:
+        """The partition that these options describe."""
+        if self.file:
+            return partition.FromFile(clients=clients, file=self.file)
+        kind = PARTITIONS[self.kind]
+        taken = {item.name for item in dataclasses.fields(kind)} & {"beta", "classes", "min_size"}
+        return kind(clients=clients, **{name: getattr(self, name) for name in taken})

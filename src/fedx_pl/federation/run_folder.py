@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fedx_pl.config.build import Plan
 from fedx_pl.config.compose import Config, flat, load
-from fedx_pl.data import partition
+from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
 from fedx_pl.federation import foreign_code
@@ -72,7 +72,7 @@ def open_run(
             write_atomically(folder / VALUE_RANGE_FILE, json.dumps(plan.data.value_range).encode())
         if plan.clients:  # Real sites keep to themselves which images they own.
             split, options = folder / "split.json", config.content()["partition"]
-            partition.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
+            split_file.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
         if first is not None and config.fork:  # The other run may move on before this one has a checkpoint of its own.
             write_atomically(folder / FORK, tensor_bytes(first.tensors()))
     except BaseException:
@@ -141,7 +141,7 @@ def _refuse_other_images(plan: Plan, folder: Path) -> None:
     if not file.exists():
         return
     try:
-        before = partition.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+        before = split_file.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
     except UserError:  # It speaks of `partition.file`, which the user did not give here.
         before = []
     if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):

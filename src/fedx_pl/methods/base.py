@@ -125,6 +125,16 @@ class LocalData(Protocol):
         """At most ``size`` images drawn at random, un-augmented and normalised."""
 
 
+class _UnknownData:
+    """Stands for the images behind a loader that a plain `pl.Trainer` was given."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"this method asks for {name} of the images, which a loader does not tell; give pl.Trainer.fit the "
+            f"FederatedDataModule itself"
+        )
+
+
 @dataclass(frozen=True)
 class LocalRound:
     """Where a client stands when its local training starts."""
@@ -199,6 +209,7 @@ class SSLMethod(pl.LightningModule):
         self.projector: nn.Module = mlp(self.feature_dim, hidden_dim, embed_dim)
         self.term_names: tuple[str, ...] = ()
         self._terms: list[Tensor] = []
+        self._in_round = False
 
     # --- what a method says -------------------------------------------------------------------------------------------
 
@@ -231,6 +242,10 @@ class SSLMethod(pl.LightningModule):
     def round_metrics(self) -> dict[str, float]:
         """Numbers about the round just trained, to be shown beside the losses."""
         return {}
+
+    def reserved_images(self, batch_size: int) -> int:
+        """How many of a step's images are not in ``B``: they are the relation batch, or left out to be comparable."""
+        return 0
 
     # --- the online network -------------------------------------------------------------------------------------------
 
@@ -295,9 +310,22 @@ class SSLMethod(pl.LightningModule):
             (own if name.split(".")[0] in private else shared)[name] = tensor
         return shared, own
 
+    def setup(self, stage: str) -> None:
+        """Begins the only round of a plain ``pl.Trainer().fit(method, data)``; in a federation, it has begun."""
+        if stage != "fit" or self._in_round:
+            return
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        data = datamodule.train_dataloader().data if hasattr(datamodule, "num_clients") else _UnknownData()
+        epochs, seed = max(self.trainer.max_epochs or 1, 1), torch.initial_seed() % 2**63
+        self.start_round(LocalRound(round=1, rounds=1, client=0, epochs=epochs, epochs_before=0, seed=seed, data=data))
+
+    def on_fit_end(self) -> None:
+        """The next fit starts another round."""
+        self._in_round = False
+
     def start_round(self, local: LocalRound) -> Self:
         """Prepares for one `Trainer.fit`."""
-        self.local = local
+        self.local, self._in_round = local, True
         self.term_names, self._terms = (), []
         self.train()
         self.on_round_start()
@@ -342,8 +370,10 @@ class SSLMethod(pl.LightningModule):
         return optimizer
 
     def transfer_batch_to_device(self, batch: Views, device: torch.device, dataloader_idx: int) -> Views:
-        """Batches are made on the training device: nothing to move."""
-        return batch
+        """Batches of a federation are made on the training device: then there is nothing to move."""
+        if batch.stacked.device == device:
+            return batch
+        return Views(batch.stacked.to(device), batch.rows.to(device))
 
 
 def mlp(

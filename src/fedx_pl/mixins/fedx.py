@@ -109,6 +109,10 @@ class FedXMixin(Mixin):
         self.global_model = Frozen()  # F
         self._queues = None
 
+    def reserved_images(self, batch_size: int) -> int:
+        """The relation batch ``B_r``; with a queue it is left out, so that ``B`` is as large."""
+        return self.fedx.relation_size or batch_size // 2
+
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms, untouched but for their weight, and FedX's three."""
         w, terms = self.now, Loss()

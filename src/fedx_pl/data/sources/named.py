@@ -11,6 +11,15 @@ import numpy as np
 from fedx_pl.data.images import Split
 from fedx_pl.data.sources import fetch, formats
 
+# Mean and standard deviation of the training pixels in 0..1, per channel.
+STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "fmnist": ((0.2860,), (0.3530,)),
+    "svhn": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "imagenet10": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
 
 @dataclass(frozen=True)
 class RawSet:
