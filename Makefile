@@ -63,10 +63,11 @@ test-cpus: .venv/installed-dev  ## The fast tests as on other CPUs: three kinds 
 			$(BIN)/python -m pytest -n 2 --dist loadgroup $(or $(ARGS),-m "not slow") || failed="$$failed $$setting"; \
 	done; if [ -n "$$failed" ]; then echo "failed with$$failed"; exit 1; fi
 
-lint: .venv/installed-dev  ## ruff and mypy
+lint: .venv/installed-dev  ## ruff, mypy, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: .venv/installed-dev  ## Format the code
 	$(BIN)/ruff format .

@@ -1,12 +1,14 @@
 """The rounds: four numbered steps (`Orchestrator._run_round`) and a list of callbacks."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +22,19 @@ from fedx_pl.callbacks.health import Health
 from fedx_pl.callbacks.metrics import MetricsFiles
 from fedx_pl.callbacks.privacy import PrivacyBudget
 from fedx_pl.callbacks.quarantine import Quarantine
-from fedx_pl.config.build import Plan
 from fedx_pl.engines import Engine, Lost, Watcher
 from fedx_pl.errors import UserError
-from fedx_pl.federation import aggregate
 from fedx_pl.federation.aggregate import Aggregator, BadUpdate
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
 from fedx_pl.federation.client import mean
+from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.federation.run_folder import open_run
 from fedx_pl.files import size_of
 from fedx_pl.methods.base import SSLMethod
+
+if TYPE_CHECKING:
+    from fedx_pl.config.build import Plan
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Orchestrator(Watcher):
         self._unfinished = UnfinishedRound(self.folder)
         self._record: RoundRecord | None = None
         self.state = RunState()
-        self._lock, (self.state, global_state) = open_run(plan, self._checkpoints, self.note)
+        self._lock, (self.state, global_state) = open_run(plan.run_settings(), self._checkpoints, self.note)
         self.global_state = global_state.to(self.device)
         for callback in self.callbacks:
             callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
@@ -113,7 +117,7 @@ class Orchestrator(Watcher):
         record = self._record = RoundRecord(context=context, clients=clients)
         self._call("on_round_start", record)
         # (2) Each trains by itself, and (3) is folded into the average as it comes back.
-        average = aggregate.make(plan.config.aggregate, self.global_state)
+        average = make_rule(plan.config.aggregate, self.global_state)
         saved = dict(self._collect(record, average))
         self._require_enough(number, len(record.updates))
         self.global_state = self._next_state(record, average, saved)

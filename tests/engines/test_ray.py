@@ -22,7 +22,7 @@ from test_trainer import same, weights
 
 from fedx_pl.cli.main import EXIT_INTERRUPTED, main
 from fedx_pl.config.build import Plan, prepare
-from fedx_pl.config.compose import compose
+from fedx_pl.config.compose import Config, compose
 from fedx_pl.engines import Lost, Watcher
 from fedx_pl.engines.base import MemoryOf
 from fedx_pl.engines.local import SerialEngine
@@ -193,7 +193,7 @@ def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules:
             return super().new_actor()
 
     plan = prepare(compose([*tiny, "method=mid_run:Mine", "engine.workers=1"]), report=lambda line: None)
-    with pytest.raises(UserError, match="has other code of method=mid_run:Mine than this process"):
+    with pytest.raises(UserError, match="has other code of Mine than this process"):
         Orchestrator(plan, Watching(), Edited).run()
 
 
@@ -268,6 +268,15 @@ def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest
     assert calls == ["started", "ended"]
 
 
+def wanted(config: Config, clients: int) -> Any:
+    return SimpleNamespace(
+        engine=config.engine,
+        threads=config.run.threads,
+        on_cpu=config.run.device == "cpu",
+        clients_per_round=clients,
+    )
+
+
 # --- how many workers -------------------------------------------------------------------------------------------------
 
 
@@ -289,14 +298,14 @@ def test_workers_share_the_machine(
     overrides: list[str], cores: int, gpus: int, expected: tuple[int, float, int]
 ) -> None:
     config = compose(["federation.clients=5", *overrides])
-    assert Sizes.of(config, cores, gpus, clients=config.federation.clients) == expected
+    assert Sizes.of(wanted(config, config.federation.clients), cores, gpus) == expected
 
 
 @pytest.mark.parametrize("overrides", [["engine.workers=3"], ["engine.workers=3", "engine.gpus_per_worker=0.6"]])
 def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
     """Two shares of 0.6 do not fit on one GPU."""
     with pytest.raises(UserError, match=r"engine.gpus_per_worker=.*there are 2 GPUs and 3 workers"):
-        Sizes.of(compose(overrides), cores=8, gpus=2, clients=10)
+        Sizes.of(wanted(compose(overrides), 10), cores=8, gpus=2)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

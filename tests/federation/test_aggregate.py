@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedx_pl.federation.aggregate import AggregateOptions, BadUpdate, FedAvg, make
+from fedx_pl.federation.aggregate import AggregateOptions, BadUpdate, FedAvg
+from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState
 
 
@@ -132,7 +133,7 @@ def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
     """Weights (3, 4) have length 5. (30, 40) is ten times as long; (9, 12), three times, is just let in. BatchNorm's
     statistics do not count."""
     reference = {"w": torch.tensor([3.0, 4.0]), "bn.running_var": torch.ones(1)}
-    average = make(AggregateOptions(), GlobalState(weights=reference))
+    average = make_rule(AggregateOptions(), GlobalState(weights=reference))
     with pytest.raises(BadUpdate, match=r"its weights are 10 times as long, aggregate.max_growth=3"):
         average.add({"w": torch.tensor([30.0, 40.0]), "bn.running_var": torch.ones(1)}, 1)
     average.add({"w": torch.tensor([9.0, 12.0]), "bn.running_var": torch.full((1,), 1e6)}, 1)

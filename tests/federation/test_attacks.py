@@ -21,8 +21,8 @@ from fedx_pl.config.compose import compose
 from fedx_pl.engines import Lost
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
-from fedx_pl.federation import aggregate
 from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State
 from fedx_pl.trainer import Orchestrator, Result
@@ -102,7 +102,7 @@ def off(result: State, honest: State, start: State, kind: str) -> float:
 
 
 def combined(rule: str, start: State, updates: list[Update]) -> State:
-    aggregator = aggregate.make(AggregateOptions(rule, max_growth=0), GlobalState(weights=start))
+    aggregator = make_rule(AggregateOptions(rule, max_growth=0), GlobalState(weights=start))
     for update in updates:
         aggregator.add(update.state.tensors(), update.num_images, update.client)
     return aggregator.result()
@@ -165,7 +165,7 @@ def test_krum_leaves_exactly_the_attacker_out(kept: Any) -> None:
 def test_krum_takes_an_unusual_honest_client_for_the_attacker(federation: Any) -> None:
     """At beta = 0.1 a flipped update is closer to the others than what some clients learn from their own classes."""
     start, updates = federation("partition.beta=0.1")
-    rule = aggregate.make(AggregateOptions("krum"), GlobalState(weights=start))
+    rule = make_rule(AggregateOptions("krum"), GlobalState(weights=start))
     for update in attacked(updates, start, "sign flip"):
         rule.add(update.state.tensors(), update.num_images, update.client)
     rule.result()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation import aggregate, robust
+from fedx_pl.federation import robust
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator, BadUpdate, FedAvg
-from fedx_pl.federation.robust import MEDIAN, MultiKrum, NormClipping, TrimmedMean
+from fedx_pl.federation.robust import MEDIAN, MultiKrum, NormClipping, TrimmedMean, make_rule
 from fedx_pl.federation.round import GlobalState
 
 ROBUST = ("clip", "median", "trimmed", "krum")
@@ -256,7 +256,7 @@ def test_krum_says_how_many_updates_it_needs() -> None:
 
 
 def of(rule: str, reference: dict[str, torch.Tensor]) -> Aggregator:
-    return aggregate.make(AggregateOptions(rule, max_growth=0), GlobalState(weights=reference))
+    return make_rule(AggregateOptions(rule, max_growth=0), GlobalState(weights=reference))
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -313,7 +313,7 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
     assert compose(["aggregate=median"]).aggregate.rule == "median"
     assert "-median-" in compose(["aggregate=median"]).run_name
     assert compose([]).aggregate == AggregateOptions()
-    assert type(aggregate.make(AggregateOptions(), GlobalState(weights=ZERO))) is FedAvg
+    assert type(make_rule(AggregateOptions(), GlobalState(weights=ZERO))) is FedAvg
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,23 @@ import torch
 
 from fedx_pl import backbones
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import Config, compose, flat, from_tree, load
 from fedx_pl.config.registry import find_method
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split
 from fedx_pl.data.sources import cache
+from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
-from fedx_pl.federation import estimate, privacy, regularizers
+from fedx_pl.federation import estimate, foreign_code, privacy, regularizers
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.client import LocalTrainer, resolve_precision
+from fedx_pl.federation.foreign_code import Record
 from fedx_pl.federation.round import GlobalState
+from fedx_pl.federation.run_folder import RunSettings
+from fedx_pl.files import size_of
 from fedx_pl.methods.base import LocalRound, SSLMethod
 from fedx_pl.mixins import MIXINS, wrap
 from fedx_pl.seeding import derive
@@ -113,6 +117,54 @@ class Plan:
             seed=derive(self.config.seed, "data", round, client),
         )
 
+    def run_settings(self) -> RunSettings:
+        """What the run folder is told."""
+        config = self.config
+        return RunSettings(
+            folder=config.run_folder,
+            named_by_hand=bool(config.run.dir),
+            content=flat(config.content()),
+            hash=config.hash,
+            text=config.to_yaml(),
+            read=lambda file: flat(load(file, trusted=config.method.name).content()),
+            code=Record(foreign_code.require_current(type(self.model)), self.own_backbone),
+            rounds=config.federation.rounds,
+            clients_per_round=self.clients_per_round if self.clients else config.federation.clients,
+            first_state=self.first_state(),
+            private_bytes=size_of(self.model.kept_tensors()),
+            clients=self.clients,
+            partition=config.content()["partition"],
+            data=self.data,
+            keep=config.run.keep,
+            resume=config.run.resume != "never",
+            fork=config.fork,
+        )
+
+    @property
+    def engine(self) -> EngineOptions:
+        """Where clients are to be trained."""
+        return self.config.engine
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that the user wants; 0: no matter."""
+        return self.config.run.threads
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the user wants no GPU."""
+        return self.config.run.device == "cpu"
+
+    def elsewhere(self, *, threads: int, gpu: bool) -> Callable[[Callable[[str], None]], "Plan"]:
+        """Makes the same plan in another process, without test images: only this one evaluates.
+
+        Args:
+            threads: of that process.
+            gpu: whether it has one; it sees no other.
+        """
+        run = replace(self.config.run, threads=threads, device="cuda" if gpu else "cpu")
+        return partial(_prepare_again, asdict(replace(self.config, run=run)))
+
     @property
     def clients_per_round(self) -> int:
         """How many train in a round."""
@@ -199,6 +251,11 @@ def prepare(config: Config, report: Callable[[str], None] = print) -> Plan:
     data = load_data(config, report)
     clients = config.partition.made(config.federation.clients).deal(data, config.seed)
     return assemble(config, data, clients)
+
+
+def _prepare_again(tree: dict[str, Any], report: Callable[[str], None]) -> Plan:
+    plan = prepare(from_tree(tree, "the driver's configuration"), report=report)
+    return replace(plan, data=replace(plan.data, test=None))
 
 
 def load_data(config: Config, report: Callable[[str], None]) -> ImageData:

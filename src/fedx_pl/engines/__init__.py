@@ -5,21 +5,14 @@ decides where a client trains, never what it computes: the same seed gives the s
 (averaging, checkpoints, evaluation, logging) is the orchestrator's.
 """
 
-from __future__ import annotations
+from fedx_pl.engines.base import Engine, EngineOptions, Lost, Watcher, Work
 
-from typing import TYPE_CHECKING
-
-from fedx_pl.engines.base import Engine, EngineOptions, Lost, Watcher
-
-if TYPE_CHECKING:  # A plan holds the configuration, which holds `EngineOptions`.
-    from fedx_pl.config.build import Plan
-
-__all__ = ["Engine", "EngineOptions", "Lost", "Watcher", "make"]
+__all__ = ["Engine", "EngineOptions", "Lost", "Watcher", "Work", "make"]
 
 
-def make(plan: Plan, watcher: Watcher) -> Engine:
-    """The engine that the configuration names."""
-    if plan.config.engine.name == "ray":
+def make(plan: Work, watcher: Watcher) -> Engine:
+    """The engine that the options name."""
+    if plan.engine.name == "ray":
         from fedx_pl.engines.ray import RayEngine  # Here: most runs need no Ray.
 
         return RayEngine(plan, watcher)

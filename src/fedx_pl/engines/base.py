@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import numpy as np
+import torch
+
+from fedx_pl.data.batches import ClientData
+from fedx_pl.data.images import ImageData
 from fedx_pl.errors import require
+from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory, RoundContext, Update
-
-if TYPE_CHECKING:  # A plan holds the configuration, which holds `EngineOptions`.
-    from fedx_pl.config.build import Plan
+from fedx_pl.methods.base import SSLMethod
 
 MemoryOf = Callable[[int], ClientMemory | None]
 
@@ -44,6 +48,54 @@ class Lost:
     fault: bool = False  # It answered, but not as it should.
 
 
+class Work(Protocol):
+    """What an engine needs to know of a run: the model, who owns what, and how a client is trained."""
+
+    @property
+    def model(self) -> SSLMethod:
+        """Takes every client's weights in turn."""
+
+    @property
+    def data(self) -> ImageData:
+        """All images."""
+
+    @property
+    def clients(self) -> list[np.ndarray]:
+        """Each client's rows of the training images."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process trains."""
+
+    @property
+    def engine(self) -> EngineOptions:
+        """Where clients are to be trained."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that the user wants; 0: no matter."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the user wants no GPU."""
+
+    @property
+    def clients_per_round(self) -> int:
+        """How many train in a round."""
+
+    def choose_clients(self, round: int) -> list[int]:
+        """Who trains in a round."""
+
+    def client_data(self, client: int, round: int) -> ClientData:
+        """A client's batches in a round."""
+
+    def trainer(self, tick: Callable[[], None]) -> LocalTrainer:
+        """Trains clients on the model."""
+
+    def elsewhere(self, *, threads: int, gpu: bool) -> "Callable[[Callable[[str], None]], Work]":
+        """Makes the same work in another process. What is returned can be pickled; it takes a reporter of lines."""
+
+
 class Watcher(Protocol):
     """Whom an engine tells how far it is."""
 
@@ -60,7 +112,7 @@ class Watcher(Protocol):
 class Engine:
     """Trains the clients of a round."""
 
-    def __init__(self, plan: "Plan", watcher: Watcher) -> None:
+    def __init__(self, plan: Work, watcher: Watcher) -> None:
         """Keeps what it needs.
 
         Args:

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from fedx_pl.config.build import Plan
-from fedx_pl.engines.base import Engine, MemoryOf, Watcher
+from fedx_pl.engines.base import Engine, MemoryOf, Watcher, Work
 from fedx_pl.federation.round import RoundContext, Update
 
 
 class SerialEngine(Engine):
     """The smallest engine."""
 
-    def __init__(self, plan: Plan, watcher: Watcher) -> None:
+    def __init__(self, plan: Work, watcher: Watcher) -> None:
         super().__init__(plan, watcher)
         self.trainer = plan.trainer(watcher.step)
 

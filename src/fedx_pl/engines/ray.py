@@ -13,14 +13,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fedx_pl.config.build import Plan
-from fedx_pl.config.compose import Config
-from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
+from fedx_pl.engines.base import Engine, EngineOptions, Lost, MemoryOf, Watcher, Work
 from fedx_pl.engines.worker import EMPTY, Worker, pack, split_name
 from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.federation import foreign_code
@@ -43,10 +41,10 @@ class _Seat:
 class RayEngine(Engine):
     """Trains as many clients at a time as there are workers."""
 
-    def __init__(self, plan: Plan, watcher: Watcher) -> None:
+    def __init__(self, plan: Work, watcher: Watcher) -> None:
         """Starts or finds Ray and asks for workers, which load images and model while the driver goes on."""
         super().__init__(plan, watcher)
-        self.ray = ray = import_ray(local=not plan.config.engine.address)
+        self.ray = ray = import_ray(local=not plan.engine.address)
         self._seats: list[_Seat] = []
         self._ours = not ray.is_initialized()  # A script may have connected to a cluster of its own.
         try:
@@ -59,11 +57,11 @@ class RayEngine(Engine):
             raise
 
     def _start(self) -> "Sizes":
-        ray, plan, address = self.ray, self.plan, self.plan.config.engine.address
+        ray, plan, address = self.ray, self.plan, self.plan.engine.address
         common = {"log_to_driver": False, "logging_level": "error"}
         if self._ours and not address:
             gpus = torch.cuda.device_count()
-            sizes = Sizes.of(plan.config, usable_cores(), gpus, plan.clients_per_round)
+            sizes = Sizes.of(plan, usable_cores(), gpus)
             self.watcher.note(f"starting Ray ({sizes}), about 15 s")
             tensors = sum(tensor.nbytes for tensor in plan.model.state_dict().values())
             ray.init(
@@ -82,19 +80,17 @@ class RayEngine(Engine):
             raise UserError(f"engine.address={address}: {error}\n{instead}") from error
         has = ray.cluster_resources()
         cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
-        sizes = Sizes.of(plan.config, cores, gpus, plan.clients_per_round)
+        sizes = Sizes.of(plan, cores, gpus)
         instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
         require("engine.workers", sizes.workers, sizes.workers <= cores, instead)
         self.watcher.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
         return sizes
 
     def _seat(self, name: str, deaths: int = 0) -> _Seat:
-        config = self.plan.config
-        # A worker sees no GPU but its own.
-        run = replace(config.run, threads=self.sizes.threads, device="cuda" if self.sizes.gpus else "cpu")
+        make = self.plan.elsewhere(threads=self.sizes.threads, gpu=bool(self.sizes.gpus))
         own = [path for path in map(os.path.abspath, sys.path) if not path.startswith((sys.prefix, sys.base_prefix))]
         actor = self.new_actor()
-        return _Seat(name, actor, actor.start.remote(asdict(replace(config, run=run)), os.getcwd(), own), deaths=deaths)
+        return _Seat(name, actor, actor.start.remote(make, os.getcwd(), own), deaths=deaths)
 
     def new_actor(self) -> Any:
         """Asks Ray for a process; it comes when there is room."""
@@ -103,7 +99,7 @@ class RayEngine(Engine):
 
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
         """Trains the largest client first: begun last, it would keep everyone waiting."""
-        ray, errors, retries = self.ray, self.ray.exceptions, self.plan.config.engine.retries
+        ray, errors, retries = self.ray, self.ray.exceptions, self.plan.engine.retries
         state = ray.put(pack(context.global_state.tensors()))
         context = replace(context, global_state=EMPTY)
         waiting = deque(sorted(clients, key=lambda client: (-len(self.plan.clients[client]), client)))
@@ -162,7 +158,7 @@ class RayEngine(Engine):
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
-                f"{seat.name} ({process}) has other code of method={self.plan.config.method.name} than this process; "
+                f"{seat.name} ({process}) has other code of {type(self.plan.model).__name__} than this process; "
                 f"give all machines the same files, and do not edit them while a run trains"
             )
 
@@ -170,7 +166,7 @@ class RayEngine(Engine):
         with suppress(Exception):
             self.ray.kill(seat.actor)  # It may just be out of reach.
         deaths = seat.deaths + starting
-        if deaths > self.plan.config.engine.retries:
+        if deaths > self.plan.engine.retries:
             raise UserError(f"{seat.name} died {deaths} times before it was ready. Ray says: {error}")
         new = self._seats[self._seats.index(seat)] = self._seat(seat.name, deaths)
         return new
@@ -192,25 +188,24 @@ class Sizes(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, config: Config, cores: int, gpus: int, clients: int) -> "Sizes":
-        """Fills the gaps in a configuration.
+    def of(cls, plan: Work, cores: int, gpus: int) -> "Sizes":
+        """Fills the gaps in the options.
 
         Args:
-            config: of the run.
+            plan: what is wanted; more workers than clients of a round would be idle.
             cores: that Ray may use, on all machines.
             gpus: likewise.
-            clients: of a round; more workers would be idle.
         """
-        options = config.engine
+        options: EngineOptions = plan.engine
         share = options.gpus_per_worker
         if share < 0:
-            share = 1.0 if gpus and config.run.device != "cpu" else 0.0
+            share = 1.0 if gpus and not plan.on_cpu else 0.0
         # Several workers may share a GPU, but no worker gets the rests of two.
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
-        workers = min(options.workers or max(room, 1), clients)
+        workers = min(options.workers or max(room, 1), plan.clients_per_round)
         enough = f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
         require("engine.gpus_per_worker", share, not share or workers <= room, enough)
-        return cls(workers, share, config.run.threads or max(1, cores // workers))
+        return cls(workers, share, plan.threads or max(1, cores // workers))
 
     def __str__(self) -> str:
         threads = f"{self.threads} CPU thread{'s' if self.threads > 1 else ''}"

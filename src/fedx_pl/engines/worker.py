@@ -5,15 +5,14 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fedx_pl.config.build import Plan, prepare
-from fedx_pl.config.compose import from_tree
+from fedx_pl.engines.base import Work
 from fedx_pl.errors import UserError
 from fedx_pl.federation import foreign_code
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
@@ -44,11 +43,13 @@ class Answer(NamedTuple):
 class Worker:
     """What runs in a worker's process."""
 
-    def start(self, config: dict[str, Any], folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
+    def start(
+        self, make: Callable[[Callable[[str], None]], Work], folder: str, paths: Sequence[str]
+    ) -> tuple[str, str, str]:
         """Loads images and model.
 
         Args:
-            config: the resolved configuration.
+            make: of `Work.elsewhere`.
             folder: that relative paths in it start from, if this machine has it.
             paths: where the driver finds modules, such as the user's own method.
 
@@ -60,10 +61,10 @@ class Worker:
             os.chdir(folder)
         machine, said = socket.gethostname(), list[str]()
         try:
-            plan = prepare(from_tree(config, "the driver's configuration"), report=said.append)
+            plan = make(said.append)
         except UserError as error:
             raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
-        self.plan = replace(plan, data=replace(plan.data, test=None))  # The driver evaluates.
+        self.plan = plan
         self.trainer = self.plan.trainer(lambda: None)
         code = foreign_code.hash_of(type(plan.model))
         return split_name(plan), code, f"process {os.getpid()} on {machine}"
@@ -92,7 +93,7 @@ class Worker:
         )
 
 
-def split_name(plan: Plan) -> str:
+def split_name(plan: Work) -> str:
     """Two plans with the same name train on the same images, split in the same way."""
     digest = hashlib.sha256(plan.data.fingerprint.encode())
     for rows in plan.clients:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedx_pl.errors import UserError, require
-from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
 
 MAX_IMAGES = 10_000_000
@@ -189,23 +188,3 @@ def _length(norms: Mapping[str, float]) -> float:
 def narrow(values: Tensor, reference: Tensor) -> Tensor:
     """float64 values in the dtype of a tensor of the state; whole numbers by rounding, not by cutting off."""
     return (values if reference.is_floating_point() else values.round()).to(reference.dtype)
-
-
-def make(options: AggregateOptions, reference: GlobalState) -> Aggregator:
-    """The rule of a configuration, for one round that starts from ``reference``."""
-    from fedx_pl.federation import robust  # Here: it builds on this module.
-
-    tensors, changes, most = reference.tensors(), reference.server_names(), options.max_images
-    rule: Aggregator
-    if options.rule == "clip":
-        rule = robust.NormClipping(tensors, options.clip, most, changes=changes)
-    elif options.rule == "median":
-        rule = robust.TrimmedMean(tensors, robust.MEDIAN, most, changes=changes)
-    elif options.rule == "trimmed":
-        rule = robust.TrimmedMean(tensors, options.trim, most, changes=changes)
-    elif options.rule == "krum":
-        rule = robust.MultiKrum(tensors, options.byzantine, most, changes=changes)
-    else:
-        rule = FedAvg(tensors, most, changes=changes)
-    rule.max_growth = options.max_growth
-    return rule

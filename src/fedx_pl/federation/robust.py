@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.aggregate import MAX_IMAGES, Aggregator, FedAvg, narrow
+from fedx_pl.federation.aggregate import MAX_IMAGES, AggregateOptions, Aggregator, FedAvg, narrow
+from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
 
 MEDIAN = 0.5  # As a share to trim: all but the middle one or two.
@@ -242,3 +243,21 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, count, step):
         part = slice(start, start + step)
         yield part, torch.stack([tensor[part] for tensor in rows])
+
+
+def make_rule(options: AggregateOptions, reference: GlobalState) -> Aggregator:
+    """The rule of a configuration, for one round that starts from ``reference``."""
+    tensors, changes, most = reference.tensors(), reference.server_names(), options.max_images
+    rule: Aggregator
+    if options.rule == "clip":
+        rule = NormClipping(tensors, options.clip, most, changes=changes)
+    elif options.rule == "median":
+        rule = TrimmedMean(tensors, MEDIAN, most, changes=changes)
+    elif options.rule == "trimmed":
+        rule = TrimmedMean(tensors, options.trim, most, changes=changes)
+    elif options.rule == "krum":
+        rule = MultiKrum(tensors, options.byzantine, most, changes=changes)
+    else:
+        rule = FedAvg(tensors, most, changes=changes)
+    rule.max_growth = options.max_growth
+    return rule

@@ -3,16 +3,15 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from safetensors.torch import load_file
 
-from fedx_pl.config.build import Plan
-from fedx_pl.config.compose import Config, flat, load
 from fedx_pl.data import split_file
-from fedx_pl.data.images import VALUE_RANGE_FILE
+from fedx_pl.data.images import VALUE_RANGE_FILE, ImageData
 from fedx_pl.errors import UserError
 from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints, RunState, UnfinishedRound
@@ -23,13 +22,40 @@ from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_a
 FORK = "fork.safetensors"  # what a forked run began with
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run is, as far as its folder is concerned."""
+
+    folder: Path
+    named_by_hand: bool  # the folder; else its name comes from the settings
+    content: dict[str, Any]  # what decides the result, by dotted key
+    hash: str  # of the content
+    text: str  # all settings, for config.yaml
+    read: Callable[[Path], dict[str, Any]]  # the content that a config.yaml tells of
+    code: Record  # what is not ours and was brought
+    rounds: int
+    clients_per_round: int
+    first_state: GlobalState
+    private_bytes: int  # that a client keeps
+    clients: list[np.ndarray]  # each client's rows; none where the images are elsewhere
+    partition: dict[str, Any]  # how they were dealt, for people
+    data: ImageData
+    keep: int = 2  # checkpoints
+    resume: bool = True
+    fork: str = ""  # a run folder to take the first weights from
+
+    def elsewhere(self, words: str) -> str:
+        """Words for a new run, and another folder if this one was named by hand."""
+        return f"run.dir=ANOTHER {words}".strip() if self.named_by_hand else words
+
+
 def open_run(
-    plan: Plan, checkpoints: Checkpoints, note: Callable[[str], None]
+    run: RunSettings, checkpoints: Checkpoints, note: Callable[[str], None]
 ) -> tuple[IO[str], tuple[RunState, GlobalState]]:
-    """Makes a plan's folder ready to write to.
+    """Makes a run's folder ready to write to.
 
     Args:
-        plan: of the run.
+        run: what is to be trained.
         checkpoints: of its folder.
         note: takes what the user should know.
 
@@ -39,16 +65,15 @@ def open_run(
     Raises:
         UserError: it holds another run, another process is in it, or there is no room.
     """
-    config, folder = plan.config, plan.config.run_folder
+    folder = run.folder
     file = folder / "config.yaml"
-    code = Record(foreign_code.require_current(type(plan.model)), plan.own_backbone)
     if file.exists():
-        if config.run.resume == "never":
+        if not run.resume:
             raise UserError(f"{folder} holds a run already; type run.dir=ANOTHER, or resume=auto to go on with it")
-        _refuse_other(load(file, trusted=config.method.name), config, folder)
-        _refuse_other_images(plan, folder)
+        _refuse_other_settings(run, run.read(file))
+        _refuse_other_images(run)
         if checkpoints.rounds():
-            _refuse_other_code(code, config, folder)
+            _refuse_other_code(run)
     elif folder.is_dir() and any(not _is_ours(item.name) for item in folder.iterdir()):
         raise UserError(f"run.dir={folder} is not empty and holds no run; type run.dir=ANOTHER")
     try:
@@ -59,37 +84,39 @@ def open_run(
         raise UserError(f"cannot write to {folder} ({error}); type run.dir=ANOTHER") from error
     try:
         found = checkpoints.latest()
-        if found is None or found[0].round < config.federation.rounds:
-            _require_space(plan, folder)
-        if found is not None and found[0].config not in ("", config.hash):
+        if found is None or found[0].round < run.rounds:
+            _require_space(run)
+        if found is not None and found[0].config not in ("", run.hash):
             raise UserError(f"the newest checkpoint in {folder} is of another run; type run.dir=ANOTHER")
-        first = None if found else _first_state(plan, folder, note)
-        if found is None and (foreign_code.read_record(folder) or Record()) != code:
+        started = found or (RunState(), _first_state(run, note))
+        if found is None and (foreign_code.read_record(folder) or Record()) != run.code:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
-        foreign_code.write_record(folder, code)  # Before the configuration, which makes it a run.
-        write_atomically(file, config.to_yaml().encode())
-        if plan.data.value_range:  # Who uses the encoder later must read images in the same way.
-            write_atomically(folder / VALUE_RANGE_FILE, json.dumps(plan.data.value_range).encode())
-        if plan.clients:  # Real sites keep to themselves which images they own.
-            split, options = folder / "split.json", config.content()["partition"]
-            split_file.save(split, plan.clients, fingerprint=plan.data.fingerprint, options=options)
-        if first is not None and config.fork:  # The other run may move on before this one has a checkpoint of its own.
-            write_atomically(folder / FORK, tensor_bytes(first.tensors()))
+        _describe(run)
+        if found is None and run.fork:  # The other run may move on before this one has a checkpoint of its own.
+            write_atomically(folder / FORK, tensor_bytes(started[1].tensors()))
     except BaseException:
         held.close()
         raise
-    if found is None:
-        assert first is not None
-        return held, (RunState(), first)
-    if found[0].round < config.federation.rounds:
-        note(f"going on after round {found[0].round} of {config.federation.rounds}, from {folder}")
-    else:
+    if found is not None and found[0].round < run.rounds:
+        note(f"going on after round {found[0].round} of {run.rounds}, from {folder}")
+    elif found is not None:
         more = f"federation.rounds={2 * found[0].round}"
         note(
-            f"this run is finished, with {found[0].round} of {config.federation.rounds} rounds in {folder}; to train "
-            f"on, type {_elsewhere(config, more)} --fork {folder}"
+            f"this run is finished, with {found[0].round} of {run.rounds} rounds in {folder}; to train "
+            f"on, type {run.elsewhere(more)} --fork {folder}"
         )
-    return held, found
+    return held, started
+
+
+def _describe(run: RunSettings) -> None:
+    """Writes what a run is beside its checkpoints."""
+    foreign_code.write_record(run.folder, run.code)  # Before the configuration, which makes it a run.
+    write_atomically(run.folder / "config.yaml", run.text.encode())
+    if run.data.value_range:  # Who uses the encoder later must read images in the same way.
+        write_atomically(run.folder / VALUE_RANGE_FILE, json.dumps(run.data.value_range).encode())
+    if run.clients:  # Real sites keep to themselves which images they own.
+        file, fingerprint = run.folder / "split.json", run.data.fingerprint
+        split_file.save(file, run.clients, fingerprint=fingerprint, options=run.partition)
 
 
 def _is_ours(name: str) -> bool:
@@ -97,14 +124,9 @@ def _is_ours(name: str) -> bool:
     return name.startswith(".") or name == foreign_code.FILE
 
 
-def _elsewhere(config: Config, words: str) -> str:
-    """Words for a new run, and another folder if this one was named by hand."""
-    return f"run.dir=ANOTHER {words}".strip() if config.run.dir else words
-
-
-def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> GlobalState:
+def _first_state(run: RunSettings, note: Callable[[str], None]) -> GlobalState:
     """Freshly made weights, or those of the run that this one forks."""
-    first, fork = plan.first_state(), plan.config.fork
+    first, fork, folder = run.first_state, run.fork, run.folder
     if not fork:
         return first
     if (folder / FORK).exists():
@@ -121,12 +143,12 @@ def _first_state(plan: Plan, folder: Path, note: Callable[[str], None]) -> Globa
     return found[1]
 
 
-def _require_space(plan: Plan, folder: Path) -> None:
+def _require_space(run: RunSettings) -> None:
     """Better no run than one that ends in its last hour."""
-    weights, private = size_of(plan.first_state().tensors()), size_of(plan.model.kept_tensors())
+    folder, weights = run.folder, size_of(run.first_state.tensors())
     # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
-    pending = plan.clients_per_round if plan.clients else plan.config.federation.clients
-    needed = weights * (plan.config.run.keep + 2 + pending) + 3 * private * len(plan.clients) + 50e6
+    rounds = run.keep + 2 + run.clients_per_round
+    needed = weights * rounds + 3 * run.private_bytes * len(run.clients) + 50e6
     needed -= sum(file.stat().st_size for file in folder.rglob("*.safetensors"))  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
@@ -135,23 +157,24 @@ def _require_space(plan: Plan, folder: Path) -> None:
         )
 
 
-def _refuse_other_images(plan: Plan, folder: Path) -> None:
+def _refuse_other_images(run: RunSettings) -> None:
     """The keys may be the same and the images others: a folder that has grown, an edited split file."""
-    file = folder / "split.json"
+    data, file = run.data, run.folder / "split.json"
     if not file.exists():
         return
     try:
-        before = split_file.load(file, fingerprint=plan.data.fingerprint, num_images=len(plan.data.train.images))
+        before = split_file.load(file, fingerprint=data.fingerprint, num_images=len(data.train.images))
     except UserError:  # It speaks of `partition.file`, which the user did not give here.
         before = []
-    if len(before) != len(plan.clients) or not all(map(np.array_equal, before, plan.clients)):
+    if len(before) != len(run.clients) or not all(map(np.array_equal, before, run.clients)):
         raise UserError(
-            f"{folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
+            f"{run.folder} holds a run on other images or with another split of the images; type run.dir=ANOTHER"
         )
 
 
-def _refuse_other_code(code: Record, config: Config, folder: Path) -> None:
+def _refuse_other_code(run: RunSettings) -> None:
     """The same command may run a method that was edited since."""
+    folder, code = run.folder, run.code
     before = foreign_code.read_record(folder)
     if before is None and not code.modules:
         return
@@ -161,15 +184,15 @@ def _refuse_other_code(code: Record, config: Config, folder: Path) -> None:
         what = f"was trained with other code: {foreign_code.describe(changed)} changed since"
     else:
         return
-    fork = _elsewhere(config, f"--fork {folder}")
-    another = "run.dir=ANOTHER" if config.run.dir else "name=ANOTHER"
+    fork = run.elsewhere(f"--fork {folder}")
+    another = "run.dir=ANOTHER" if run.named_by_hand else "name=ANOTHER"
     raise UserError(
         f"{folder} {what}; type {another} for a new run, {fork} for a new run from its weights, or delete {folder}"
     )
 
 
-def _refuse_other(old: Config, new: Config, folder: Path) -> None:
-    before, after = flat(old.content()), flat(new.content())
+def _refuse_other_settings(run: RunSettings, before: dict[str, Any]) -> None:
+    folder, after = run.folder, run.content
     differing = [key for key in before | after if before.get(key) != after.get(key)]
     if differing:
         first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])

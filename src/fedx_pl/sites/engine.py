@@ -72,6 +72,7 @@ class FlowerEngine(Engine):
             timeout: seconds that a round waits for a site that is there and does not answer.
         """
         super().__init__(plan, watcher)
+        self.coordinator = plan
         self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
         self.book = SiteBook(plan.config.run_folder / "federation.json")
         self.guests: dict[str, Guest] = {}  # by name
@@ -88,7 +89,7 @@ class FlowerEngine(Engine):
 
     def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
         """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
-        federation = self.plan.config.federation
+        federation = self.coordinator.config.federation
         wanted = federation.min_clients if self._started else federation.clients
         give_up, told = time.monotonic() + self.wait, -1
         while True:
@@ -105,7 +106,7 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        return self.plan.choose_clients(round, sorted([self.book.client_of(name) for name in able]))
+        return self.coordinator.choose_clients(round, sorted([self.book.client_of(name) for name in able]))
 
     def _greet(self) -> None:
         """Says hello to newcomers, takes note of answers and of those who left."""
@@ -169,7 +170,7 @@ class FlowerEngine(Engine):
             "last_round": before.last_round,
             "steps": before.steps,
             "epochs": before.epochs,
-            "health": not self.plan.evaluator.possible,
+            "health": not self.coordinator.evaluator.possible,
         }
         content = Content(meta, context.global_state.tensors())
         message = self.link.send(guest.node, wire.TRAIN, content, self.timeout)
@@ -207,7 +208,7 @@ class FlowerEngine(Engine):
         try:
             if "error" in meta:
                 raise BadMessage(wire.text(meta, "error"))
-            before, epochs = one.memory or ClientMemory(), self.plan.config.federation.epochs
+            before, epochs = one.memory or ClientMemory(), self.coordinator.config.federation.epochs
             if meta.get("remembered") is False:  # It has counted from 0 again.
                 self.watcher.note(f"{self.name_of(one.client)} had lost its private state and started anew")
                 steps = before.steps + wire.whole(meta, "steps")
