@@ -15,6 +15,7 @@ from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import OptimOptions
 from fedx_pl.mixins import wrap
+from fedx_pl.mixins.relation_queue import RelationQueue
 
 META = torch.device("meta")
 
@@ -41,7 +42,7 @@ def on_meta(name: str, relation: str | None) -> tuple[SSLMethod, Views]:
         model.global_model.refresh(network)
         model.global_model(torch.randn(4, 3, 16, 16))  # and checked once.
         model.global_model.to(META)
-        model._queues = (torch.empty(12, 8, device=META), torch.empty(12, 8, device=META))
+        model.relation_queue = RelationQueue(torch.empty(12, 8, device=META), torch.empty(12, 8, device=META))
     images = 24 if model.relation_batch else 16
     views = Views(torch.empty(images, 3, 16, 16, device=META), torch.empty(8, dtype=torch.long, device=META))
     return model.to(META), views

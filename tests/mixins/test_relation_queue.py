@@ -63,14 +63,14 @@ def test_without_relational_terms_there_is_no_queue() -> None:
     model, data = started(local_relation=0.0, global_relation=0.0)
     batch = next(data.epoch(0))
     assert list(model.loss(batch, model.embed_views(batch))) == ["contrastive", "global_contrast"]
-    assert model._queues is None
+    assert model.relation_queue is None
 
 
 def test_no_gradient_reaches_the_queue() -> None:
     model, data = started()
     for batch, _ in zip(data.epoch(0), range(2), strict=False):
         model.loss(batch, model.embed_views(batch)).total.backward()
-    assert not any(queue.requires_grad for queue in model._queues)
+    assert not any(queue.requires_grad for queue in model.relation_queue)
 
 
 def test_a_new_round_forgets_the_queue_of_the_client_before() -> None:
@@ -86,7 +86,7 @@ def test_a_client_smaller_than_the_queue_has_a_shorter_one() -> None:
     for images, length in ((5, 5), (20, 20)):  # Batches of 8: one is fewer, the other no multiple.
         model, data = started(images=images, queue_size=64)
         train(model, data, round=2)
-        assert [len(queue) for queue in model._queues] == [length, length]
+        assert [len(queue) for queue in model.relation_queue] == [length, length]
 
 
 def test_nothing_of_the_queue_is_kept_or_averaged() -> None:

@@ -98,6 +98,9 @@ class Loss(dict[str, Tensor]):
             raise ValueError(f"two loss terms are both named {sorted(twice)}; give each its own name")
         return Loss({**self, **other})
 
+    def __ior__(self, other: dict[str, Tensor]) -> "Loss":  # type: ignore[override]
+        return self | other  # A dict's own would let the second of two terms of one name win.
+
 
 class EmaPair(NamedTuple):
     """``target <- momentum * target + (1 - momentum) * online`` after every step."""

@@ -2,7 +2,8 @@
 
 from fedx_pl.mixins.base import Mixin, wrap
 from fedx_pl.mixins.fedca import FedCAMixin, FedCAOptions
-from fedx_pl.mixins.fedx import FedXMixin, FedXOptions
+from fedx_pl.mixins.fedx import FedXMixin
+from fedx_pl.mixins.fedx_options import FedXOptions
 from fedx_pl.mixins.moon import MoonMixin, MoonOptions
 
 __all__ = [
