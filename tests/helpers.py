@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,17 @@ def forget_modules(folder: Path) -> None:
         if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(folder):
             del sys.modules[name]
     importlib.invalidate_caches()
+
+
+def notebook(text: str) -> type[SSLMethod]:
+    """A class as a notebook or ``python -c`` makes it: its module has no file."""
+    module = ModuleType("no_file")
+    sys.modules["no_file"] = module
+    try:
+        exec(compile(textwrap.dedent(text), "<cell 1>", "exec"), module.__dict__)
+    finally:
+        module.__dict__.setdefault("Mine", None)
+    return module.__dict__["Mine"]
 
 
 def every_round(number: int, rounds: int) -> tuple[bool, bool]:

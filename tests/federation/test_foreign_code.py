@@ -1,10 +1,7 @@
 """Which code is a run's own: the method's files and what they import, and nothing of any library."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers import METHOD, forget_modules
@@ -89,68 +86,6 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modu
     write(modules, mine=METHOD.replace("mean", "sum"))
     with pytest.raises(UserError, match=r"mine\.py was edited after this process imported it.*start Python"):
         require_current(method)
-
-
-def notebook(text: str) -> type[SSLMethod]:
-    """A class as a notebook or ``python -c`` makes it: its module has no file."""
-    module = ModuleType("no_file")
-    sys.modules["no_file"] = module
-    try:
-        exec(compile(textwrap.dedent(text), "<cell 1>", "exec"), module.__dict__)
-    finally:
-        module.__dict__.setdefault("Mine", None)
-    return module.__dict__["Mine"]
-
-
-CELL = """
-import torch
-from fedx_pl import Loss, SSLMethod
-TAU = 0.1
-def scaled(x):
-    return x / TAU if x.dim() in {0, 1} else {"a", "b", "c"}
-class Mine(SSLMethod):
-    online_views = 2
-    @torch.no_grad()
-    def on_round_start(self):
-        self.margin = 3
-    def loss(self, batch, z, margin=0.5):
-        return Loss(a=scaled(z.first.mean()) + margin)
-"""
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("z.first.mean()", "z.second.mean()"),
-        ("TAU = 0.1", "TAU = 0.2"),
-        ("x / TAU", "x * TAU"),
-        ("margin=0.5", "margin=0.6"),
-        ("online_views = 2", "online_views = 1"),
-        ("self.margin = 3", "self.margin = 4"),
-    ],
-)
-def test_a_class_without_a_file_counts_by_what_it_does(modules: Path, old: str, new: str) -> None:
-    first = code_of(notebook(CELL))
-    assert first == code_of(notebook(f"# another line\n{CELL}"))
-    assert first != code_of(notebook(CELL.replace(old, new)))
-    assert set(first) >= {"no_file.Mine", "no_file.scaled"}
-
-
-def test_a_class_of_a_script_counts_by_its_file_and_one_behind_it_by_itself(modules: Path) -> None:
-    """In processes of their own, with different hash seeds: a script, and the same read from standard input."""
-    look = "\nfrom fedx_pl.federation.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
-    write(modules, script=CELL + look, helpers_of_mine="A = 1\n")
-
-    def run(seed: int, *command: str, text: str = "") -> str:
-        environment = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)}
-        return subprocess.run(
-            [sys.executable, *command], input=text, env=environment, check=True, capture_output=True, text=True
-        ).stdout
-
-    assert run(1, str(modules / "script.py")).count("'__main__'") == 1
-    piped = run(1, text=CELL + look)
-    assert "__main__.Mine" in piped
-    assert piped == run(2, text=CELL + look)
 
 
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path) -> None:

@@ -2,36 +2,44 @@
 
 A run is its configuration and this code. It covers the modules that define the method and its base classes and, from
 there on, each module that these import, also within a function, if it is a file of the user's own: not Python's, not
-this package's, not of an installed library. A method that is installed itself counts with its whole package. A class
-without a file, as in a notebook, counts by its bytecode and by the globals that it names.
+this package's, not of an installed library. A method that is installed itself counts with its whole package. What has
+no file, as a class in a notebook, counts by its `fingerprint`.
 
 Not covered: modules whose names are computed, and files that a method reads.
 """
 
 import ast
-import hashlib
 import importlib.util
-import inspect
 import json
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from fedx_pl.errors import UserError
+from fedx_pl.federation.fingerprint import (
+    Definition,
+    Named,
+    Part,
+    Rules,
+    fingerprint,
+    held_by,
+    imported_by,
+    is_transparent,
+)
 from fedx_pl.files import checksum, write_atomically
-from fedx_pl.methods.base import SSLMethod
 
 FILE = "code.json"  # in a run folder
 Code = dict[str, str]  # SHA-256 by name of module, or of class or function if it has no file
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
+
+
 _imported: WeakKeyDictionary[type, Code] = WeakKeyDictionary()
 
 
@@ -69,10 +77,8 @@ def write_record(folder: Path, record: Record) -> None:
 def code_of(method: type) -> Code:
     """The code of a method as it is on disk now; empty for a method of this package."""
     classes = [kind for kind in method.__mro__ if not _is_packaged(kind.__module__)]
-    walk = _Walk(homes={_top(kind.__module__) for kind in classes if issubclass(kind, SSLMethod)})
-    for kind in classes:
-        walk.visit(kind)
-    return dict(sorted(walk.found.items()))
+    built_on_us = [kind for kind in classes if any(_is_packaged(base.__module__) for base in kind.__mro__)]
+    return _Walk(homes={_top(kind.__module__) for kind in built_on_us}).run(classes)
 
 
 def hash_of(method: type) -> str:
@@ -103,6 +109,11 @@ def require_current(method: type) -> Code:
     return code
 
 
+def file_of(name: str) -> Path | None:
+    """The file of a module, also of one that is not imported; None for a class or function without a file."""
+    return _locate(name).file
+
+
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The names whose content is not the same, or that only one of the two has."""
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -110,7 +121,7 @@ def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def describe(names: list[str]) -> str:
     """The files of some modules for people, at most three of them."""
-    shown = [_short(file) if (file := _locate(name).file) else name for name in names[:3]]
+    shown = [_short(file) if (file := file_of(name)) else name for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -120,22 +131,62 @@ class _Walk:
     def __init__(self, homes: set[str]) -> None:
         self.homes = homes  # top-level names of packages that count wherever they are installed
         self.found: Code = {}
-        self._seen: set[str | int] = set()  # modules by name, objects by id
+        self._modules: set[str] = set()
+        # Classes and functions without a file and their names, by id.
+        self._named: dict[int, tuple[str, Definition]] = {}
+        self._waiting: deque[Definition] = deque()
 
-    def visit(self, thing: type | FunctionType) -> None:
-        """Adds the module of a class or function, or the thing itself if it has no file."""
-        name, file = thing.__module__, _locate(thing.__module__).file
-        if name in sys.builtin_module_names or _is_packaged(name):
-            return
-        if file is None or (name == "__main__" and not _is_from(thing, file)):
-            self._visit_object(thing)
-        else:
-            self._visit_module(name)
+    def run(self, classes: list[type]) -> Code:
+        """The code of some classes, and all that it leads to."""
+        rules = Rules(self._refer, self._is_opaque)
+        for kind in classes:
+            self._refer(kind)
+        while self._waiting:
+            thing = self._waiting.popleft()
+            self.found[self._named[id(thing)][0]] = fingerprint(thing, rules)
+            for name in imported_by(thing.__code__) if isinstance(thing, FunctionType) else ():
+                self._visit_module(name)
+        return dict(sorted(self.found.items()))
+
+    def _refer(self, thing: Named) -> Part:
+        """Names a class, a function or a module, and sees to it that its code is collected."""
+        if isinstance(thing, ModuleType):
+            self._visit_module(thing.__name__)
+            return Part(f"module {thing.__name__}")
+        name, label = _module_of(thing), f"{_module_of(thing)}.{thing.__qualname__}"
+        if not self._has_file(thing, name):
+            return Part(self._wait(thing, label))
+        self._visit_module(name)
+        return Part(label, held_by(thing) if isinstance(thing, FunctionType) else ())
+
+    def _has_file(self, thing: Definition, name: str) -> bool:
+        file = file_of(name)
+        if file is None:
+            return name in sys.builtin_module_names
+        return name != "__main__" or _is_from(thing, file)
+
+    def _wait(self, thing: Definition, label: str) -> str:
+        if id(thing) not in self._named:
+            while label in self.found:  # Every lambda has the same name.
+                label += "'"
+            self.found[label] = ""
+            self._named[id(thing)] = label, thing
+            self._waiting.append(thing)
+        return self._named[id(thing)][0]
+
+    def _is_opaque(self, kind: type) -> bool:
+        """Objects of a library count by their class: what is in them may be of another version or process."""
+        name, file = str(kind.__module__), file_of(str(kind.__module__))
+        if is_transparent(kind) or _top(name) in self.homes:
+            return False
+        # Weak references come and go with what else is alive.
+        is_weak = name in ("weakref", "_weakrefset")
+        return is_weak or _is_packaged(name) or (file is not None and _is_installed(file, name))
 
     def _visit_module(self, name: str) -> None:
-        if name in self._seen or _is_packaged(name):
+        if name in self._modules or _is_packaged(name):
             return
-        self._seen.add(name)
+        self._modules.add(name)
         if "." in name:
             self._visit_module(name.rpartition(".")[0])
         file, package, _ = _locate(name)
@@ -148,51 +199,6 @@ class _Walk:
         self.found[name] = checksum(content)
         for imported in _imports(content, package) if file.suffix == ".py" else ():
             self._visit_module(imported)
-
-    def _visit_object(self, thing: type | FunctionType) -> None:
-        if id(thing) in self._seen:
-            return
-        self._seen.add(id(thing))
-        name = f"{thing.__module__}.{thing.__qualname__}"
-        while name in self.found:  # Every lambda has the same name.
-            name += "'"
-        self.found[name] = ""
-        digest = hashlib.sha256()
-        for part in self._class_parts(thing) if isinstance(thing, type) else self._function_parts(thing):
-            digest.update(f"{part}\n".encode())
-        self.found[name] = digest.hexdigest()
-
-    def _class_parts(self, kind: type) -> Iterator[str]:
-        for base in kind.__bases__:
-            yield base.__qualname__
-            self.visit(base)
-        for name, value in vars(kind).items():
-            value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
-            if isinstance(value, FunctionType):
-                yield name
-                yield from self._function_parts(value)
-            elif isinstance(value, _PLAIN) and not name.startswith("__"):
-                yield f"{name} = {value!r}"
-
-    def _function_parts(self, function: FunctionType) -> Iterator[str]:
-        function = inner if isinstance(inner := inspect.unwrap(function), FunctionType) else function
-        yield from _code_parts(function.__code__)
-        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # It is empty.
-                held.append(cell.cell_contents)
-        for value in held:
-            yield repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
-            if isinstance(value, FunctionType):
-                self.visit(value)
-        for name in sorted(_names(function.__code__)):
-            value = function.__globals__.get(name)
-            if isinstance(value, ModuleType):
-                self._visit_module(value.__name__)
-            elif isinstance(value, type | FunctionType):
-                self.visit(value)
-            elif name in function.__globals__ and isinstance(value, _PLAIN):
-                yield f"{name} = {value!r}"
 
 
 class _Place(NamedTuple):
@@ -244,11 +250,15 @@ def _is_packaged(name: str) -> bool:
 
 
 def _is_library(file: Path, name: str) -> bool:
-    """Whether a file was installed: what pip puts into a folder has its ``*.dist-info`` beside it."""
+    python = Path(sysconfig.get_paths()["stdlib"])
+    return file.resolve().is_relative_to(python.resolve()) or _is_installed(file, name)
+
+
+def _is_installed(file: Path, name: str) -> bool:
+    """Whether a file is not the user's: what pip puts into a folder has its ``*.dist-info`` beside it."""
     levels = name.count(".") + (file.name == "__init__.py")
     home = file.parents[levels] if levels < len(file.parents) else file.parent
-    python = Path(sysconfig.get_paths()["stdlib"])
-    return file.resolve().is_relative_to(python.resolve()) or home.name == "site-packages" or _has_installed(home)
+    return home.name == "site-packages" or _has_installed(home)
 
 
 @cache
@@ -256,27 +266,17 @@ def _has_installed(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
-def _is_from(thing: type | FunctionType, file: Path) -> bool:
+def _is_from(thing: Definition, file: Path) -> bool:
     """Whether something in ``__main__`` is from the script's file, not typed behind it."""
     functions = [thing] if isinstance(thing, FunctionType) else vars(thing).values()
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     return all(Path(code.co_filename).resolve() == file.resolve() for code in codes)
 
 
-def _code_parts(code: CodeType) -> Iterator[str]:
-    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _code_parts(value)
-        elif isinstance(value, frozenset):  # Its order depends on the hash seed of the process.
-            yield repr(sorted(map(repr, value)))
-        else:
-            yield repr(value)
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [value for value in code.co_consts if isinstance(value, CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+def _module_of(thing: Definition) -> str:
+    """The module whose file has the source; `functools.wraps` copies ``__module__`` from one function to another."""
+    name = thing.__globals__.get("__name__") if isinstance(thing, FunctionType) else None
+    return str(name or thing.__module__)
 
 
 def _top(name: str) -> str:
