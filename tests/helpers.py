@@ -55,6 +55,14 @@ class Mine(SSLMethod):
 """  # a module of one's own, to be written to a file
 
 
+def write_modules(folder: Path, **files: str) -> None:
+    """Writes modules by name; two underscores are a dot."""
+    for name, text in files.items():
+        file = folder / (name.replace("__", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+
+
 def forget_modules(folder: Path) -> None:
     """Forgets what was imported from a folder, as a new process would."""
     for name, module in list(sys.modules.items()):

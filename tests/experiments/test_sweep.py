@@ -24,8 +24,8 @@ from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
 from fedx_pl.experiments.sweep import Job, Sweep, places
-from fedx_pl.federation.foreign_code import Record, code_of, write_record
 from fedx_pl.files import lock
+from fedx_pl.provenance.foreign_code import Record, code_of, write_record
 
 
 @pytest.fixture

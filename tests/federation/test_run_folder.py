@@ -1,5 +1,6 @@
 """What a run folder must have before a run starts, and what it keeps."""
 
+import importlib
 import os
 import shutil
 import signal
@@ -184,6 +185,23 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
         run(compose(fork))
     edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
     assert run(compose(words)).rows[-1]["round"] == 2
+
+
+@pytest.mark.parametrize("fedx", ["fedx=true", "fedx=false"])
+@pytest.mark.parametrize("run_before", [True, False])
+def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
+    tiny: list[str], modules: Path, run_before: bool, fedx: str
+) -> None:
+    """Also if FedX makes a class of its own from the user's, and if no run has looked at the file before."""
+    words = [*tiny, "method=mine:Mine", "federation.rounds=1", fedx]
+    edit(modules, METHOD)
+    importlib.import_module("mine")
+    if run_before:
+        run(compose([*words, "name=a"]))
+    (modules / "mine.py").write_text(METHOD.replace("mean", "sum"))
+    with pytest.raises(UserError, match=r"mine\.py was edited after this process imported it.*start Python"):
+        run(compose([*words, "name=b"]))
+    assert not compose([*words, "name=b"]).run_folder.exists()
 
 
 def test_a_method_that_failed_before_the_first_round_may_be_mended(tiny: list[str], modules: Path) -> None:

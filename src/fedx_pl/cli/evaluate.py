@@ -34,11 +34,11 @@ from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.experiments.results import evaluation_settings
-from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext
 from fedx_pl.files import write_atomically
+from fedx_pl.provenance import foreign_code
 from fedx_pl.seeding import derive
 
 CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")

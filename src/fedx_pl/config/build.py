@@ -22,15 +22,16 @@ from fedx_pl.data.sources import cache
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import Evaluator
-from fedx_pl.federation import estimate, foreign_code, privacy, regularizers
+from fedx_pl.federation import estimate, privacy, regularizers
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.client import LocalTrainer, resolve_precision
-from fedx_pl.federation.foreign_code import Record
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.federation.run_folder import RunSettings
 from fedx_pl.files import size_of
 from fedx_pl.methods.base import LocalRound, SSLMethod
 from fedx_pl.mixins import MIXINS, wrap
+from fedx_pl.provenance import loaded_code
+from fedx_pl.provenance.foreign_code import Record
 from fedx_pl.seeding import derive
 
 
@@ -127,7 +128,7 @@ class Plan:
             hash=config.hash,
             text=config.to_yaml(),
             read=lambda file: flat(load(file, trusted=config.method.name).content()),
-            code=Record(foreign_code.require_current(type(self.model)), self.own_backbone),
+            code=Record(loaded_code.require_current(type(self.model)), self.own_backbone),
             rounds=config.federation.rounds,
             clients_per_round=self.clients_per_round if self.clients else config.federation.clients,
             first_state=self.first_state(),

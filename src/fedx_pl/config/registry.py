@@ -5,7 +5,6 @@ import sys
 from importlib.metadata import entry_points
 
 from fedx_pl.errors import UserError, known_names
-from fedx_pl.federation import foreign_code
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import SSLMethod
 
@@ -55,5 +54,4 @@ def _check(name: str, found: object) -> type[SSLMethod]:
         raise UserError(f"method={name} is {found!r}, which is not a subclass of fedx_pl.SSLMethod")
     if found.loss is SSLMethod.loss:
         raise UserError(f"method={name} has no loss of its own; write def loss(self, batch, z)")
-    foreign_code.remember(found)
     return found

@@ -24,8 +24,8 @@ from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.survey import Parts, survey
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.features import extract
-from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.provenance import foreign_code
 
 
 class Encoder(nn.Module):

@@ -21,8 +21,8 @@ import torch
 from fedx_pl.engines.base import Engine, EngineOptions, Lost, MemoryOf, Watcher, Work
 from fedx_pl.engines.worker import EMPTY, Worker, pack, split_name
 from fedx_pl.errors import UserError, install_hint, require
-from fedx_pl.federation import foreign_code
 from fedx_pl.federation.round import RoundContext, Update
+from fedx_pl.provenance import foreign_code
 
 PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
 

@@ -14,9 +14,9 @@ import torch
 
 from fedx_pl.engines.base import Work
 from fedx_pl.errors import UserError
-from fedx_pl.federation import foreign_code
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State
+from fedx_pl.provenance import foreign_code
 
 CPU = torch.device("cpu")
 

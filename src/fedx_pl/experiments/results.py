@@ -13,7 +13,7 @@ from fedx_pl.config.compose import Config, compose, flat, former_labels
 from fedx_pl.config.registry import find_method
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import Experiment, Labels
-from fedx_pl.federation import foreign_code
+from fedx_pl.provenance import foreign_code
 
 FORMAT = 1
 LINEAR, KNN = "linear_top1", "knn_top1"

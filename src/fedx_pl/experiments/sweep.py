@@ -31,8 +31,8 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
-from fedx_pl.federation import foreign_code
 from fedx_pl.files import is_locked, write_atomically
+from fedx_pl.provenance import foreign_code
 
 _START = "# commit "  # Begins the line that a log has for each process of a run.
 

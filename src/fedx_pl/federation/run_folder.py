@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE, ImageData
 from fedx_pl.errors import UserError
-from fedx_pl.federation import foreign_code
 from fedx_pl.federation.checkpoint import Checkpoints, RunState, UnfinishedRound
-from fedx_pl.federation.foreign_code import Record
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
+from fedx_pl.provenance import foreign_code
+from fedx_pl.provenance.foreign_code import Record
 
 FORK = "fork.safetensors"  # what a forked run began with
 

@@ -24,6 +24,7 @@ from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
 from fedx_pl.errors import UserError, require
+from fedx_pl.provenance import loaded_code
 
 State = dict[str, Tensor]
 
@@ -185,6 +186,10 @@ class SSLMethod(pl.LightningModule):
     online_views = 2  # 1: only `first` passes through the online network (MoCo's query)
     relation_batch = False  # True: every batch also carries the relation batch B_r
     local: LocalRound  # set by `start_round`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        loaded_code.remember(cls)
 
     def __init__(
         self,

@@ -21,10 +21,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
-from fedx_pl.errors import UserError
-from fedx_pl.federation.fingerprint import (
+from fedx_pl.files import checksum, write_atomically
+from fedx_pl.provenance.fingerprint import (
     Definition,
     Named,
     Part,
@@ -34,13 +33,9 @@ from fedx_pl.federation.fingerprint import (
     imported_by,
     is_transparent,
 )
-from fedx_pl.files import checksum, write_atomically
 
 FILE = "code.json"  # in a run folder
 Code = dict[str, str]  # SHA-256 by name of module, or of class or function if it has no file
-
-
-_imported: WeakKeyDictionary[type, Code] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,29 +79,6 @@ def code_of(method: type) -> Code:
 def hash_of(method: type) -> str:
     """`Record.hash` of a method's code as it is on disk now."""
     return Record(code_of(method)).hash
-
-
-def remember(method: type) -> None:
-    """Notes the code of a method that was imported just now, for `require_current`."""
-    if method not in _imported:
-        _imported[method] = code_of(method)
-
-
-def require_current(method: type) -> Code:
-    """The code of a method, which must be the one that this process runs.
-
-    Raises:
-        UserError: a file was edited after it was imported; Python would go on with the old content.
-    """
-    code = code_of(method)
-    before = _imported.get(method, code)
-    edited = [name for name in differing(before, code) if _locate(name).file]  # Others are never old.
-    if edited:
-        raise UserError(
-            f"{describe(edited)} was edited after this process imported it, which still has the old code; start "
-            f"Python (the notebook's kernel) again"
-        )
-    return code
 
 
 def file_of(name: str) -> Path | None:

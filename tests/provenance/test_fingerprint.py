@@ -12,7 +12,7 @@ from test_trainer import run
 from fedx_pl import SSLMethod
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.foreign_code import code_of
+from fedx_pl.provenance.foreign_code import code_of
 
 CELL = """
 import collections, dataclasses, enum, functools, json, operator, re, threading, types, weakref
@@ -146,7 +146,7 @@ def scaled_by(tau):
 def decorated(function):
     return lambda *args: function(*args)
 """
-LOOK = "\nfrom fedx_pl.federation.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
+LOOK = "\nfrom fedx_pl.provenance.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
 NUMBERS = [*range(21, 27), *range(31, 36), *range(40, 70), *range(71, 86)]
 
 
