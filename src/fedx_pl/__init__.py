@@ -11,18 +11,27 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from fedx_pl.api import Federation, federate
+    from fedx_pl.backbones import resnet10, resnet18
+    from fedx_pl.callbacks.base import RoundCallback
+    from fedx_pl.data.module import FederatedDataModule
+    from fedx_pl.data.partition import IID, ClassesPerClient, Dirichlet, Partition, QuantitySkew
     from fedx_pl.encoder.load import Encoder
     from fedx_pl.methods import Embeddings, Loss, SSLMethod, Views
     from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
 
 __version__ = "0.1.0"
 __all__ = [
-    "Embeddings", "Encoder", "FedCAMixin", "FedXMixin", "FedXOptions", "Federation", "Loss", "MoonMixin", "SSLMethod",
-    "Views", "federate",
+    "IID", "ClassesPerClient", "Dirichlet", "Embeddings", "Encoder", "FedCAMixin", "FedXMixin", "FedXOptions",
+    "FederatedDataModule", "Federation", "Loss", "MoonMixin", "Partition", "QuantitySkew", "RoundCallback",
+    "SSLMethod", "Views", "federate", "resnet10", "resnet18",
 ]  # fmt: skip
 
 _HOMES = {
     "fedx_pl.api": ("Federation", "federate"),
+    "fedx_pl.backbones": ("resnet10", "resnet18"),
+    "fedx_pl.callbacks.base": ("RoundCallback",),
+    "fedx_pl.data.module": ("FederatedDataModule",),
+    "fedx_pl.data.partition": ("IID", "ClassesPerClient", "Dirichlet", "Partition", "QuantitySkew"),
     "fedx_pl.encoder.load": ("Encoder",),
     "fedx_pl.methods": ("Embeddings", "Loss", "SSLMethod", "Views"),
     "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),

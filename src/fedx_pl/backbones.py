@@ -80,6 +80,22 @@ def require_possible(options: BackboneOptions) -> None:
         raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
 
 
+def resnet10(width: int = 64, *, stem: str = "cifar", channels: int = 3) -> nn.Module:
+    """A ResNet with one block per stage, for CPUs; see `resnet18`."""
+    return build(BackboneOptions("resnet10", width, stem), channels=channels, image_size=32)
+
+
+def resnet18(width: int = 64, *, stem: str = "cifar", channels: int = 3) -> nn.Module:
+    """A ResNet-18 that maps (n, channels, h, w) to (n, ``feature_dim``).
+
+    Args:
+        width: channels of the first stage; 64 is the full network, 16 a thin one.
+        stem: ``cifar`` (3x3) for small images, ``half`` (3x3, stride 2), or ``imagenet`` (7x7, pooled) for large ones.
+        channels: 1 for grayscale, 3 for color.
+    """
+    return build(BackboneOptions("resnet18", width, stem), channels=channels, image_size=32)
+
+
 def eager(network: nn.Module) -> AbstractContextManager[None]:
     """Within it, a network that `torch.compile` made ready for training runs uncompiled.
 
