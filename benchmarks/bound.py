@@ -26,7 +26,7 @@ class Bound:
             plan: whose network, batch sizes, device and precision count.
             steps: forward and backward passes of one call.
         """
-        data = plan.client_data(0, round=1)
+        data = plan.client_data(0, round_number=1)
         self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
         network = nn.Sequential(plan.model.backbone, plan.model.projector)
         self.student = _own(network, plan.device).train()

@@ -89,7 +89,7 @@ class Reference:
         self.split, self.rows, self.device = plan.data.train, plan.clients, plan.device
         self.server = Network(plan.model).to(plan.device)
         self.clients = [copy.deepcopy(self.server) for _ in plan.clients]
-        data, options = plan.client_data(0, round=1), plan.augment.options
+        data, options = plan.client_data(0, round_number=1), plan.augment.options
         self.batch, self.relation = data.views_size, data.relation_size
         side = self.split.images.shape[1]
         self.to_tensor = [transforms.ToTensor(), transforms.Normalize(plan.augment.mean, plan.augment.std)]

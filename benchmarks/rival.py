@@ -111,7 +111,7 @@ def ours(plan: Plan) -> Contender:
     trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision, compile=plan.config.run.compile)
 
     def run() -> int:
-        data = plan.client_data(0, round=1)
+        data = plan.client_data(0, round_number=1)
         trainer.run(
             RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=plan.first_state(), batchnorm="average"),
             client=0,

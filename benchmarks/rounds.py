@@ -110,7 +110,7 @@ def settle(plan: Plan) -> None:
     In round 1 FedX runs ``F`` with the batch's own statistics; what is to be timed are the 99 rounds after it.
     """
     model = plan.model.to(plan.device).train()
-    for batch in islice(plan.client_data(0, round=1).epoch(0), 2):
+    for batch in islice(plan.client_data(0, round_number=1).epoch(0), 2):
         model.embed(batch.first)
     model.cpu()
 
@@ -127,7 +127,7 @@ def run(plan: Plan) -> tuple[list[dict[str, Any]], Silent]:
 
 def images_of(plan: Plan) -> int:
     """Images of ``B`` that all clients see in a round in which all train."""
-    return sum(plan.steps_of(c) * plan.client_data(c, round=1).views_size for c in range(len(plan.clients)))
+    return sum(plan.steps_of(c) * plan.client_data(c, round_number=1).views_size for c in range(len(plan.clients)))
 
 
 def training_round(plan: Plan) -> Lap:

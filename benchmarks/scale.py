@@ -30,9 +30,9 @@ IMAGES_EACH = 50  # of a client in the comparison of times
 class OneStep(Plan):
     """A plan whose clients train on their first batch only: the peak is reached in one step, the rest is time."""
 
-    def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
+    def client_data(self, client: int, round_number: int, rows: np.ndarray | None = None) -> ClientData:
         """The first images of the client."""
-        data = super().client_data(client, round, rows)
+        data = super().client_data(client, round_number, rows)
         return replace(data, index=data.index[: data.views_size])
 
 

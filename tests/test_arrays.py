@@ -59,7 +59,7 @@ def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_p
 def test_arrays_are_normalised_as_typed_and_may_be_gray(tmp_path: Path) -> None:
     plan = assemble(settings(tmp_path, "data.mean=[0.4]", "data.std=[0.1]"), images(channels=1), CLIENTS)
     assert (plan.config.data.mean, plan.config.data.std) == ([0.4], [0.1])
-    pixels = next(plan.client_data(0, round=1).plain_batches())
+    pixels = next(plan.client_data(0, round_number=1).plain_batches())
     expected = (torch.from_numpy(images(channels=1).train.images[:24]).permute(0, 3, 1, 2) / 255 - 0.4) / 0.1
     torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=1e-5)
     assert assemble(settings(tmp_path), images(channels=1), CLIENTS).config.data.mean == [0.5]

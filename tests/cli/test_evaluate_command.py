@@ -134,7 +134,7 @@ def test_geometry_of_some_of_the_clients(run: Path) -> None:
     assert found["geometry"]["clients"] == 1
 
 
-def test_a_cosine_schedule_and_a_regulariser_do_not_end_the_geometry(tiny_root: Path, tmp_path: Path) -> None:
+def test_a_cosine_schedule_and_a_regularizer_do_not_end_the_geometry(tiny_root: Path, tmp_path: Path) -> None:
     """After its last round a cosine schedule has come to zero: f would be F, and SCAFFOLD would divide by zero."""
     folder = train(
         *tiny_federation(tiny_root, tmp_path), "federation.rounds=1", "optim.schedule=cosine", "regularizer=scaffold"
@@ -260,8 +260,8 @@ def test_the_geometry_of_a_round_whose_clients_are_gone_names_other_rounds(run: 
     with pytest.raises(
         UserError, match=r"own state of round 1 is not there .*type --round with one of 2, or leave it out"
     ):
-        evaluate_run(run, ["geometry"], report=silent, round=1)
-    assert evaluate_run(run, ["knn"], report=silent, round=1)
+        evaluate_run(run, ["geometry"], report=silent, round_number=1)
+    assert evaluate_run(run, ["knn"], report=silent, round_number=1)
     for file in (run / "clients").iterdir():
         file.unlink()
     with pytest.raises(UserError, match=r"own state of round 2 is not there .*type --round with one of 1$"):
@@ -274,17 +274,17 @@ def test_the_best_round_has_a_geometry_long_after_it(
     monkeypatch.setattr(RunState, "best", 1)
     folder = train(*tiny_federation(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1")
     assert Checkpoints(folder).rounds() == [1, 3]
-    assert evaluate_run(folder, ["geometry"], report=silent, round=1)["geometry"]["clients"] == 3
+    assert evaluate_run(folder, ["geometry"], report=silent, round_number=1)["geometry"]["clients"] == 3
 
 
 def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
     rounds = json.loads((run / "metrics.json").read_text())["rounds"]
     first, last = ({key: row[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")} for row in rounds)
     assert first != last  # Of the accuracies alone, two may well be the same.
-    assert evaluate_run(run, ["knn"], report=silent, round=rounds[0]["round"])["knn"] == first
+    assert evaluate_run(run, ["knn"], report=silent, round_number=rounds[0]["round"])["knn"] == first
     assert (run / "evaluation" / f"knn_round_{rounds[0]['round']:05d}.json").exists()
     with pytest.raises(UserError, match=r"no checkpoint of round 99 .*there are: 1, 2.*run.keep"):
-        evaluate_run(run, ["knn"], report=silent, round=99)
+        evaluate_run(run, ["knn"], report=silent, round_number=99)
 
 
 def test_weights_are_measured_with_edited_code_and_not_trained_with_it(tiny_root: Path, modules: Path) -> None:

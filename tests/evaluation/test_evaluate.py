@@ -51,7 +51,7 @@ def test_of_many_unlabelled_images_some_are_drawn_always_the_same(monkeypatch: p
 
     monkeypatch.setattr(evaluate, "extract", watched)
     model = make_model(SimCLR)
-    looks = [unlabelled(1500).look(model, CPU, knn=True, linear=True) for _ in range(2)]
+    looks = [unlabelled(1500).evaluate(model, CPU, knn=True, linear=True) for _ in range(2)]
     assert looks[0] == looks[1] != {}
     first, second = (np.concatenate(seen[i : i + 2]) for i in (0, 2))
     assert len(first) == 600
@@ -63,7 +63,7 @@ def test_of_many_unlabelled_images_some_are_drawn_always_the_same(monkeypatch: p
 def test_where_there_are_no_images_nothing_is_measured(count: int) -> None:
     """A coordinator of real sites has none; of one image there is no spread to measure."""
     evaluator, model = unlabelled(count), make_model(SimCLR)
-    assert evaluator.look(model, CPU, knn=True, linear=True) == {}
+    assert evaluator.evaluate(model, CPU, knn=True, linear=True) == {}
     assert unlabelled(0).estimate_seconds(model, CPU, first_round=1, rounds=5) == 0
 
 
@@ -84,8 +84,8 @@ def test_images_left_out_of_training_still_lend_their_labels_to_evaluations() ->
     model = make_model(SimCLR)
     model.backbone = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     how: dict[str, Any] = {"knn_k": 5, "linear": LinearOptions(lr=0.5)}
-    few = labeled(10, labels="limit", **how).look(model, CPU, knn=True, linear=True)
-    many = labeled(10, **how).look(model, CPU, knn=True, linear=True)
+    few = labeled(10, labels="limit", **how).evaluate(model, CPU, knn=True, linear=True)
+    many = labeled(10, **how).evaluate(model, CPU, knn=True, linear=True)
     assert few["knn_top1"] == few["linear_top1"] == pytest.approx(100 / 3, abs=0.01)
     assert many["knn_top1"] == many["linear_top1"] == 100
 

@@ -37,7 +37,7 @@ def test_every_table_of_the_paper_has_its_numbers():
     depth = {one.name: len(one.axes) for one in load_experiments(EXPERIMENTS)}
     counts = {name: len(list(leaves(table, depth[name]))) for name, table in TABLES.items() if table}
     assert counts == {
-        "table1": 30, "ablation": 1, "regularisers": 12, "data-size": 8, "client-count": 8, "rounds": 8,
+        "table1": 30, "ablation": 1, "regularizers": 12, "data-size": 8, "client-count": 8, "rounds": 8,
         "embedding": 2, "semi": 10, "errors": 30, "rivals": 12, "imagenet10": 2,
     }  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_shared_rows_have_the_same_numbers_in_all_tables():
     simclr = {data: methods["FedSimCLR"] for data, methods in TABLES["table1"].items()}
     for data, row in simclr.items():
         assert TABLES["rivals"][data]["B=128"] == row["B=128"]
-        assert TABLES["rivals"][data]["+ FedX"] == TABLES["regularisers"][data]["local KD + global KD"] == row["+ FedX"]
+        assert TABLES["rivals"][data]["+ FedX"] == TABLES["regularizers"][data]["local KD + global KD"] == row["+ FedX"]
         for method, pair in TABLES["table1"][data].items():
             for label, numbers in pair.items():
                 assert [value for value, _ in TABLES["errors"][data][method][label]] == numbers
@@ -69,7 +69,7 @@ def test_shared_rows_have_the_same_numbers_in_all_tables():
         (("table1", "F-MNIST", "FedU", "B=128"), [80.59, 82.03]),
         (("errors", "CIFAR-10", "FedMoCo", "B=128"), [[56.74, 1.63], [57.82, 0.02]]),
         (("errors", "F-MNIST", "FedU", "+ FedX"), [[83.73, 0.20], [84.12, 0.03]]),
-        (("regularisers", "SVHN", "local KD + FedProx"), [77.43, 77.79]),
+        (("regularizers", "SVHN", "local KD + FedProx"), [77.43, 77.79]),
         (("data-size", "10%", "+ FedX"), [51.03, 53.96]),
         (("client-count", 20, "B=128"), [50.70, 52.89]),
         (("rounds", 200, "+ FedX"), [57.35, 57.58]),

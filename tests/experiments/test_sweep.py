@@ -124,7 +124,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
 
 
 def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["sweep", "regularisers", "profile=mini", "--definitions", str(EXPERIMENTS), "--results", str(tmp_path)]
+    words = ["sweep", "regularizers", "profile=mini", "--definitions", str(EXPERIMENTS), "--results", str(tmp_path)]
     assert main([*words, "--dry-run", "--seeds", "0,1"]) == 0
     output = capsys.readouterr().out
     assert "8 runs, 0 finished already" in output

@@ -157,7 +157,7 @@ def test_an_attack_on_the_weights_does_not_hide_behind_larger_statistics() -> No
     assert list(result) == list(reference)
 
 
-def test_what_clients_send_to_a_regulariser_is_clipped_towards_zero() -> None:
+def test_what_clients_send_to_a_regularizer_is_clipped_towards_zero() -> None:
     """It is a change already: 1, 1 and 100 with the bound 2 make 4/3, whatever the server's own value (5) is."""
     reference = {"server/w": torch.tensor([5.0])}
     assert fold(NormClipping(reference, 2, changes=["server/w"]), [[1.0], [1.0], [100.0]], name="server/w") == [

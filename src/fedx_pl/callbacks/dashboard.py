@@ -70,7 +70,7 @@ class Dashboard(RoundCallback):
         if plan.clients:
             counts, names = plan.class_counts()
             writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
-            views = next(plan.client_data(0, round=1).epoch(0))
+            views = next(plan.client_data(0, round_number=1).epoch(0))
             writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
         self._evaluation(0, trainer.untrained, [])
         self._draw(0)
@@ -124,14 +124,14 @@ class Dashboard(RoundCallback):
         """Takes them over."""
         self._files = state.get("files", {})
 
-    def _evaluation(self, round: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    def _evaluation(self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         accuracies = {key: found[key] for key in found if "_top" in key}
         best = {}
         for kind in ("knn", "linear"):
-            if f"{kind}_top1" in accuracies and round:
+            if f"{kind}_top1" in accuracies and round_number:
                 best[f"{kind}_best"] = max(row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row)
-        self.writer.accuracy(round, accuracies | best)
-        self.writer.round(round, {f"health/{key}": found[key] for key in HEALTH if key in found})
+        self.writer.accuracy(round_number, accuracies | best)
+        self.writer.round(round_number, {f"health/{key}": found[key] for key in HEALTH if key in found})
 
     def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         row, mega = rows[-1], 1e6
@@ -146,7 +146,7 @@ class Dashboard(RoundCallback):
             f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.trainer.plan.device).items()
         }
 
-    def _clients(self, round: int, updates: Sequence[Update]) -> None:
+    def _clients(self, round_number: int, updates: Sequence[Update]) -> None:
         """A curve for each of the first clients; of all of them, how they are spread."""
         told: dict[str, dict[int, float]] = {"images": {update.client: update.num_images for update in updates}}
         told["loss"] = {update.client: update.loss().mean().item() for update in updates if len(update.losses)}
@@ -157,7 +157,7 @@ class Dashboard(RoundCallback):
             first_step = update.memory.steps - len(update.losses)
             self.writer.client_losses(update.client, first_step, update.losses, update.loss_names)
         for key, values in told.items():
-            self.writer.clients(key, round, values)
+            self.writer.clients(key, round_number, values)
 
     # --- the embedding ------------------------------------------------------------------------------------------------
 
@@ -194,12 +194,14 @@ class Dashboard(RoundCallback):
             self.trainer.plan.augment.plain,
         )
 
-    def _draw(self, round: int) -> None:
+    def _draw(self, round_number: int) -> None:
         if len(self.gallery) < 2:
             return
         features = self._features()
         if torch.isfinite(features).all():
-            self.writer.embedding(round, features.cpu(), self._images(), self._labels(), self.trainer.plan.data.classes)
+            self.writer.embedding(
+                round_number, features.cpu(), self._images(), self._labels(), self.trainer.plan.data.classes
+            )
 
 
 def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:

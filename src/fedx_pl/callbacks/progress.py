@@ -113,30 +113,35 @@ class Terminal:
         self._workers[worker] = "idle" if client is None else f"client {client}"
         self._progress.refresh()
 
-    def client(self, round: int, done: int, of: int, update: Update | None = None) -> None:
+    def client(self, round_number: int, done: int, of: int, update: Update | None = None) -> None:
         """Shows how many clients of the round are done, and what the last of them tells."""
         if update is not None:
             self._hear(update)
         self._of = of
         self._left.client(done / of)
         doing = f"{done}/{of} clients" if done < of else "evaluating"
-        self._move(f"round {round}/{self.rounds}, {doing}")
+        self._move(f"round {round_number}/{self.rounds}, {doing}")
         if not self._live and self._clock() - self._last_line > QUIET_SECONDS:
-            parts = [f"  round {round}/{self.rounds}: {done} of {of} clients done", self._loss, self._rate, self._eta()]
+            parts = [
+                f"  round {round_number}/{self.rounds}: {done} of {of} clients done",
+                self._loss,
+                self._rate,
+                self._eta(),
+            ]
             self._print(", ".join(part for part in parts if part))
 
     def row(self, row: Mapping[str, Any]) -> None:
         """One line for a finished round."""
-        round = row["round"]
-        parts = [f"round {round:>3}/{self.rounds}" if round else "untrained    "]
+        round_number = row["round"]
+        parts = [f"round {round_number:>3}/{self.rounds}" if round_number else "untrained    "]
         labels = {"loss": "loss", "knn_top1": "kNN", "linear_top1": "linear"}
         parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
-        self._left.row(round, row.get("evaluate_seconds", 0.0))
-        if round:
+        self._left.row(round_number, row.get("evaluate_seconds", 0.0))
+        if round_number:
             parts += [f"{row['images_per_second']:,.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
         self._print("  ".join(parts))
         clients = f", 0/{self._of} clients" if self._of else ""
-        following = f"round {round + 1}/{self.rounds}{clients}" if round < self.rounds else "finishing"
+        following = f"round {round_number + 1}/{self.rounds}{clients}" if round_number < self.rounds else "finishing"
         self._move(following)
 
     def note(self, text: str) -> None:

@@ -59,26 +59,26 @@ class RunWriter:
 
         return SummaryWriter(str(self._folder))
 
-    def accuracy(self, round: int, values: Mapping[str, float | None]) -> None:
+    def accuracy(self, round_number: int, values: Mapping[str, float | None]) -> None:
         """Accuracies of the global encoder after a round, in percent, as ``accuracy/<name>``.
 
         Args:
-            round: number of the round; 0 is the untrained encoder.
+            round_number: number of the round; 0 is the untrained encoder.
             values: for example ``knn_top1`` and ``linear_top1``; ``None`` and nan mean "not measured": not written.
         """
-        self.round(round, {f"accuracy/{name}": value for name, value in values.items()})
+        self.round(round_number, {f"accuracy/{name}": value for name, value in values.items()})
 
-    def round(self, round: int, values: Mapping[str, float | None]) -> None:
+    def round(self, round_number: int, values: Mapping[str, float | None]) -> None:
         """Figures of a whole round, then a flush, so that a dashboard that is open follows round by round.
 
         Args:
-            round: number of the round.
+            round_number: number of the round.
             values: by full tag, for example ``system/images_per_second`` or ``loss/contrastive``; ``None`` and nan are
                 not written.
         """
         for tag, value in values.items():
             if value is not None and not math.isnan(value):
-                self._writer.add_scalar(tag, value, round)
+                self._writer.add_scalar(tag, value, round_number)
         self._writer.flush()
 
     def client_losses(self, client: int, first_step: int, losses: Tensor, names: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class RunWriter:
             for name, value in zip(names, bucket.mean(0).tolist(), strict=True):
                 self._writer.add_scalar(f"loss_{name}/client_{client:03d}", value, step)
 
-    def clients(self, name: str, round: int, values: Mapping[int, float]) -> None:
+    def clients(self, name: str, round_number: int, values: Mapping[int, float]) -> None:
         """A number of each client that trained in a round.
 
         The first clients have a curve ``client_<name>/client_<number>``; all together are the histogram
@@ -111,16 +111,16 @@ class RunWriter:
 
         Args:
             name: of the number.
-            round: in which they trained.
+            round_number: in which they trained.
             values: by client; what is not finite is not written.
         """
         finite = {client: value for client, value in values.items() if math.isfinite(value)}
         for client in sorted(finite):
             if client < self._max_clients:
-                self._writer.add_scalar(f"client_{name}/client_{client:03d}", finite[client], round)
+                self._writer.add_scalar(f"client_{name}/client_{client:03d}", finite[client], round_number)
         within = [value for value in finite.values() if abs(value) < _LARGEST]
         if within:
-            self._writer.add_histogram(f"spread/{name}", np.array(within), round)
+            self._writer.add_histogram(f"spread/{name}", np.array(within), round_number)
 
     def partition(self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]) -> None:
         """Who owns what: a heat map, and the size of each client as a table.
@@ -152,12 +152,12 @@ class RunWriter:
         self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std), 0, dataformats="HWC")
 
     def embedding(
-        self, round: int, features: Tensor, images: Tensor, labels: np.ndarray | None, classes: Sequence[str]
+        self, round_number: int, features: Tensor, images: Tensor, labels: np.ndarray | None, classes: Sequence[str]
     ) -> None:
         """How the encoder sees some images: which it finds alike, and a map of all.
 
         Args:
-            round: after which.
+            round_number: after which.
             features: float (N, D).
             images: uint8 (N, H, W, C).
             labels: (N,) or none.
@@ -167,9 +167,9 @@ class RunWriter:
 
         rows = pictures.neighbours(features, labels)
         grid = pictures.neighbour_grid(images, rows, labels)
-        self._writer.add_image("embedding/neighbours", grid, round, dataformats="HWC")
+        self._writer.add_image("embedding/neighbours", grid, round_number, dataformats="HWC")
         figure = pictures.embedding_map(features, labels, classes)
-        self._writer.add_image("embedding/map", plots.pixels(figure), round, dataformats="HWC")
+        self._writer.add_image("embedding/map", plots.pixels(figure), round_number, dataformats="HWC")
 
     def projector(self, features: Tensor, images: Tensor, names: Sequence[str]) -> None:
         """The points of TensorBoard's projector, with the images on them.
@@ -226,9 +226,9 @@ class RunWriter:
 
         self._writer._get_file_writer().add_summary(hparams({}, {})[2])
 
-    def text(self, tag: str, text: str, round: int = 0) -> None:
+    def text(self, tag: str, text: str, round_number: int = 0) -> None:
         """Markdown, for example the resolved configuration."""
-        self._writer.add_text(tag, text, round)
+        self._writer.add_text(tag, text, round_number)
 
     def close(self) -> None:
         """Write what is pending and close the file; twice does no harm."""

@@ -74,21 +74,21 @@ def values() -> list[str]:
     return found + [f"{key}={value}" for key in switches for value in ("true", "false")]
 
 
-def commands(parser: argparse.ArgumentParser | None = None, path: str = "", help: str = "") -> Iterator[Command]:
+def commands(parser: argparse.ArgumentParser | None = None, path: str = "", text: str = "") -> Iterator[Command]:
     """`fedx-pl` itself, then each command, its own kinds after it."""
     parser = parser or make_parser()
     options = {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
     valued = [flag for action in parser._actions for flag in action.option_strings if action.nargs != 0]
     below = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
     if below is not None:
-        yield Command(path, help, options, valued, list(below.choices))
+        yield Command(path, text, options, valued, list(below.choices))
         helps = {str(one.dest): one.help or "" for one in below._choices_actions}
         for name, child in below.choices.items():
             yield from commands(child, f"{path} {name}".strip(), helps[name])
         return
     arguments = [action for action in parser._actions if not action.option_strings]
     files = sum(action.type is Path for action in arguments)
-    yield Command(path, help, options, valued, _words(path), files)
+    yield Command(path, text, options, valued, _words(path), files)
 
 
 def _words(path: str) -> list[str]:

@@ -70,7 +70,7 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     report: Report = print,
     tick: Tick | None = None,
-    round: int | None = None,
+    round_number: int | None = None,
     *,
     allow_code: bool = False,
     data: ImageData | None = None,
@@ -83,7 +83,8 @@ def evaluate_run(
         overrides: ``key=value`` for `CHANGEABLE` keys; the others are the run's own.
         report: takes one line for each thing worth knowing.
         tick: called with (steps done, steps in all) while something is trained, from the start for every kind.
-        round: whose checkpoint; the newest one's unless given. Results of an older one go to ``KIND_round_00012.json``.
+        round_number: whose checkpoint; the newest one's unless given. Results of an older one go to
+            ``KIND_round_00012.json``.
         allow_code: the run's method may be a class outside this package, whose module is then imported.
         data: the images of the run, if it was made from arrays; loaded as the run's configuration says if not given.
 
@@ -116,8 +117,8 @@ def evaluate_run(
             f"with the same ImageData"
         )
     _compare_code(folder, config, report, train="geometry" in kinds)
-    run = _open(folder, config, report, round, train="geometry" in kinds, data=data)
-    suffix = "" if round is None else f"_round_{round:05d}"
+    run = _open(folder, config, report, round_number, train="geometry" in kinds, data=data)
+    suffix = "" if round_number is None else f"_round_{round_number:05d}"
     if not run.plan.evaluator.possible and (labelled := [kind for kind in kinds if kind != "geometry"]):
         raise UserError(
             f"{folder} has no labels to measure {labelled[0]} with; type fedx-pl evaluate {folder} geometry"
@@ -194,11 +195,11 @@ def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) 
 
 
 def _open(
-    folder: Path, config: Config, report: Report, round: int | None, *, train: bool, data: ImageData | None
+    folder: Path, config: Config, report: Report, round_number: int | None, *, train: bool, data: ImageData | None
 ) -> _Run:
     """The run as a round left it; without ``train`` it is only looked at, and its loss is not needed."""
     checkpoints = Checkpoints(folder)
-    found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
+    found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
     if found is None:
         raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
     state, global_state = found
@@ -231,7 +232,7 @@ def _measure(kind: str, run: _Run, report: Report, tick: Tick | None) -> dict[st
         return _semi(plan, tick)
     if kind == "geometry":
         return _geometry(run, report, tick)
-    return plan.evaluator.look(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
+    return plan.evaluator.evaluate(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
 
 
 def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:
@@ -274,7 +275,7 @@ def _geometry(run: _Run, report: Report, tick: Tick | None) -> dict[str, Any]:
 
 def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick: Tick | None) -> Tensor:
     """Angles between f(x) and F(x), (clients, N), for all clients or as many as asked for, chosen by the run's seed."""
-    plan, config, round = run.plan, run.plan.config, run.state.round + 1
+    plan, config, round_number = run.plan, run.plan.config, run.state.round + 1
     count = min(len(plan.clients), config.evaluation.geometry_clients)
     draw = np.random.default_rng(derive(config.seed, "geometry"))
     clients = sorted(draw.choice(len(plan.clients), size=count, replace=False).tolist())
@@ -283,9 +284,9 @@ def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick
         plan.model, device=plan.device, precision=plan.precision, tick=advance, regularizer=plan.regularizer
     )
     # One round more than the run has: at its very end a cosine schedule would leave a learning rate of zero.
-    rounds = max(round, config.federation.rounds)
+    rounds = max(round_number, config.federation.rounds)
     context = RoundContext(
-        round=round,
+        round=round_number,
         rounds=rounds,
         epochs=config.federation.epochs,
         seed=config.seed,
@@ -295,7 +296,7 @@ def _local_angles(run: _Run, images: np.ndarray, z: Tensor, report: Report, tick
     found = []
     for client in clients:
         memory = _memory(run, client)
-        trainer.run(context, client=client, data=plan.client_data(client, round), memory=memory)
+        trainer.run(context, client=client, data=plan.client_data(client, round_number), memory=memory)
         angles = geometry.angles(_embed(plan, images), z)
         if torch.isfinite(angles).all():
             found.append(angles)

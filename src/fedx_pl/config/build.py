@@ -104,7 +104,7 @@ class Plan:
             tick=tick,
         )
 
-    def client_data(self, client: int, round: int, rows: np.ndarray | None = None) -> ClientData:
+    def client_data(self, client: int, round_number: int, rows: np.ndarray | None = None) -> ClientData:
         """A client's batches in a round; ``rows`` if not the split's but its own, as at a site."""
         rows = self.clients[client] if rows is None else rows
         # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
@@ -115,7 +115,7 @@ class Plan:
             self.augment,
             batch_size=self.config.optim.batch_size - reserved,
             relation_size=reserved if self.model.relation_batch else 0,
-            seed=derive(self.config.seed, "data", round, client),
+            seed=derive(self.config.seed, "data", round_number, client),
         )
 
     def run_settings(self) -> RunSettings:
@@ -174,10 +174,10 @@ class Plan:
         share = int(federation.fraction * clients + 0.5)  # `round` would make 2 of half of 5.
         return max(share, federation.min_clients, 1)
 
-    def choose_clients(self, round: int, present: Sequence[int] | None = None) -> list[int]:
+    def choose_clients(self, round_number: int, present: Sequence[int] | None = None) -> list[int]:
         """Who trains in a round: all, or a sample of `federation.fraction`; of all clients or of those ``present``."""
         able = np.arange(len(self.clients)) if present is None else np.array(present)
-        draw = np.random.default_rng(derive(self.config.seed, "clients", round))
+        draw = np.random.default_rng(derive(self.config.seed, "clients", round_number))
         chosen = draw.choice(len(able), size=min(self.clients_per_round, len(able)), replace=False)
         return sorted(able[chosen].tolist())
 
@@ -190,14 +190,14 @@ class Plan:
         counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients])
         return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
 
-    def epsilon_after(self, round: int) -> float:
+    def epsilon_after(self, round_number: int) -> float:
         """What the client that was chosen most often has spent of its privacy by the end of a round.
 
         Which sites were there in which round a plan does not know: one that has missed none is assumed.
         """
-        options, most = self.config.privacy, round
+        options, most = self.config.privacy, round_number
         if self.clients:
-            times = Counter(client for number in range(1, round + 1) for client in self.choose_clients(number))
+            times = Counter(client for number in range(1, round_number + 1) for client in self.choose_clients(number))
             most = max(times.values())
         return privacy.epsilon(options.noise, most, options.delta)
 
@@ -214,7 +214,7 @@ class Plan:
 
     def steps_of(self, client: int) -> int:
         """Optimiser steps of a client in one round."""
-        return len(self.client_data(client, round=1)) * self.config.federation.epochs
+        return len(self.client_data(client, round_number=1)) * self.config.federation.epochs
 
     def steps_between(self, first: int, last: int) -> int:
         """Optimiser steps of all clients in the rounds ``first`` to ``last``; with sampled clients, as expected."""
@@ -225,7 +225,7 @@ class Plan:
         """Expected duration, from a few training steps and one batch of features; the model stays as it is."""
         rounds, epochs = self.config.federation.rounds, self.config.federation.epochs
         largest = max(range(len(self.clients)), key=lambda client: len(self.clients[client]))
-        data = self.client_data(largest, round=1)
+        data = self.client_data(largest, round_number=1)
         # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
         local = LocalRound(
             round=rounds,
@@ -334,7 +334,7 @@ def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None
     federation = config.federation
     try:
         model = plan.model if plan else build_model(config, channels=3, image_size=32)
-        data: Any = plan.client_data(0, round=1) if plan and plan.clients else None
+        data: Any = plan.client_data(0, round_number=1) if plan and plan.clients else None
         with estimate.restored(model):
             model.local = LocalRound(
                 round=1,

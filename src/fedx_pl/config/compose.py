@@ -124,9 +124,9 @@ class Config:
         Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
         default does not show in it; those who go by the hash compare the whole `content` as well.
         """
-        return hashlib.sha256(json.dumps(self.unusual(), sort_keys=True).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(self.non_defaults(), sort_keys=True).encode()).hexdigest()[:8]
 
-    def unusual(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """What differs from the defaults, and the method's name, by dotted key."""
         usual, content = _usual(self.method.name), flat(self.content())
         if self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
@@ -146,7 +146,7 @@ class Config:
             "Seed": self.seed,
         }
         told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
-        rest = {key: value for key, value in self.unusual().items() if key not in told}
+        rest = {key: value for key, value in self.non_defaults().items() if key not in told}
         return {key: _shown(value) for key, value in {**main, **rest}.items()}
 
     @property

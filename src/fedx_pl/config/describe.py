@@ -54,7 +54,7 @@ def plan_text(plan: Plan) -> Table:
     counts, _ = plan.class_counts()
     shown = list(range(len(plan.clients)))
     for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
-        data = plan.client_data(client, round=1)
+        data = plan.client_data(client, round_number=1)
         classes = str(int((counts[client] > 0).sum())) if plan.data.train.labels is not None else "-"
         relation = str(min(data.relation_size, data.num_images)) if data.relation_size else "-"
         row = (client, f"{data.num_images:,}", classes, data.views_size, relation, f"{plan.steps_of(client):,}")

@@ -16,7 +16,7 @@ SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch
 
 
 def export(
-    run: Path, to: str, file: Path | None = None, round: int | None = None, *, allow_code: bool = False
+    run: Path, to: str, file: Path | None = None, round_number: int | None = None, *, allow_code: bool = False
 ) -> tuple[Path, str]:
     """Writes the encoder of a run in a format that others read without this package.
 
@@ -24,7 +24,7 @@ def export(
         run: its folder.
         to: one of `FORMATS`.
         file: where; RUN/encoder-FORMAT.SUFFIX if not given.
-        round: see `Encoder.of`.
+        round_number: see `Encoder.of`.
         allow_code: see `Encoder.of`.
 
     Returns:
@@ -32,7 +32,7 @@ def export(
     """
     if to not in FORMATS:
         raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    encoder = Encoder.of(run, round, allow_code=allow_code)
+    encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
     write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
     return file, write(encoder, file, read_config(run))

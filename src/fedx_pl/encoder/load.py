@@ -75,18 +75,18 @@ class Encoder(nn.Module):
         return self.mean.shape[1]
 
     @classmethod
-    def of(cls, run: str | Path, round: int | None = None, *, allow_code: bool = False) -> Encoder:
+    def of(cls, run: str | Path, round_number: int | None = None, *, allow_code: bool = False) -> Encoder:
         """The encoder of a run, in eval mode on the CPU.
 
         Args:
             run: its folder.
-            round: of an older checkpoint that was kept, or the best; the newest if not given.
+            round_number: of an older checkpoint that was kept, or the best; the newest if not given.
             allow_code: the run's backbone may be a class outside this package, whose module is then imported.
         """
         folder = Path(run)
         config = read_config(folder)
         checkpoints = Checkpoints(folder)
-        found = checkpoints.latest(mend=False) if round is None else checkpoints.read(round)
+        found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
         if found is None:
             raise UserError(f"{folder} has no finished round; there is no encoder yet")
         weights = {

@@ -83,10 +83,10 @@ class Work(Protocol):
     def clients_per_round(self) -> int:
         """How many train in a round."""
 
-    def choose_clients(self, round: int) -> list[int]:
+    def choose_clients(self, round_number: int) -> list[int]:
         """Who trains in a round."""
 
-    def client_data(self, client: int, round: int) -> ClientData:
+    def client_data(self, client: int, round_number: int) -> ClientData:
         """A client's batches in a round."""
 
     def trainer(self, tick: Callable[[], None]) -> LocalTrainer:
@@ -121,9 +121,9 @@ class Engine:
         """
         self.plan, self.watcher = plan, watcher
 
-    def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
+    def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Who trains in a round; those who are ``away``, in quarantine, do not, and nobody takes their place."""
-        return [client for client in self.plan.choose_clients(round) if client not in away]
+        return [client for client in self.plan.choose_clients(round_number) if client not in away]
 
     def name_of(self, client: int) -> str:
         """A client's name for people."""

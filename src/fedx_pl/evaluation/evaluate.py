@@ -79,18 +79,18 @@ class Evaluator:
         """The training images whose labels evaluations may use."""
         return self.data.labeled if self.options.labels == "all" else self.data.train
 
-    def due(self, round: int, rounds: int) -> tuple[bool, bool]:
+    def due(self, round_number: int, rounds: int) -> tuple[bool, bool]:
         """(kNN, linear) due after a round; the untrained network (round 0) and the last round have both."""
-        if round in (0, rounds):
+        if round_number in (0, rounds):
             return True, True
-        return round % self.options.knn_every == 0, round % self.options.linear_every == 0
+        return round_number % self.options.knn_every == 0, round_number % self.options.linear_every == 0
 
-    def measure(self, model: SSLMethod, device: torch.device, round: int, rounds: int) -> dict[str, float]:
+    def measure(self, model: SSLMethod, device: torch.device, round_number: int, rounds: int) -> dict[str, float]:
         """What is due after a round, by name."""
-        knn, linear = self.due(round, rounds)
-        return self.look(model, device, knn=knn, linear=linear)
+        knn, linear = self.due(round_number, rounds)
+        return self.evaluate(model, device, knn=knn, linear=linear)
 
-    def look(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
+    def evaluate(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
         """Accuracies in percent, and beside kNN the `health` of the test features, which warns of a collapse.
 
         Without labels there is only the health, of some training images, always the same ones.

@@ -70,8 +70,8 @@ def _points(runs: Runs, cell: Labels) -> dict[int, list[float]]:
     """The accuracies of all seeds, by round."""
     found: dict[int, list[float]] = defaultdict(list)
     for result in runs.of(cell):
-        for round, value in result.measured():
-            found[round].append(value)
+        for round_number, value in result.measured():
+            found[round_number].append(value)
     return dict(sorted(found.items()))
 
 

@@ -50,7 +50,7 @@ class Result:
     def measured(self, key: str = LINEAR) -> list[tuple[int, float]]:
         """(round, accuracy) of the rounds that were measured."""
         points = [(int(row["round"]), number(row.get(key))) for row in self.rows]
-        return [(round, value) for round, value in points if value is not None]
+        return [(round_number, value) for round_number, value in points if value is not None]
 
     def last(self, key: str = LINEAR) -> float | None:
         """The accuracy after the last round; nothing if that round has none, never an earlier one."""

@@ -98,7 +98,9 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
 
 def last_five(runs: Runs) -> list[tuple[int, int]]:
     """The first and the last of the last five measured rounds: one pair unless the runs differ."""
-    measured = [[round for round, _ in result.measured()] for cell in runs.found for result in runs.of(cell)]
+    measured = [
+        [round_number for round_number, _ in result.measured()] for cell in runs.found for result in runs.of(cell)
+    ]
     return sorted({(rounds[-FIVE], rounds[-1]) for rounds in measured if len(rounds) >= FIVE})
 
 

@@ -190,17 +190,17 @@ class Checkpoints:
             warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
         return None
 
-    def read(self, round: int) -> tuple[RunState, GlobalState]:
+    def read(self, round_number: int) -> tuple[RunState, GlobalState]:
         """A committed round by its number, if it is among the newest or the best."""
-        folder = self._rounds / f"round_{round:05d}"
+        folder = self._rounds / f"round_{round_number:05d}"
         try:
-            if not folder.exists() and (found := self._read(self._rounds / "best"))[0].round == round:
+            if not folder.exists() and (found := self._read(self._rounds / "best"))[0].round == round_number:
                 return found
             return self._read(folder)
         except DAMAGED as error:
             kept = ", ".join(map(str, self.rounds()))
             raise UserError(
-                f"there is no checkpoint of round {round} ({error}); there are: {kept or 'none'}. "
+                f"there is no checkpoint of round {round_number} ({error}); there are: {kept or 'none'}. "
                 f"run.keep=N keeps the last N, and the best"
             ) from error
 
@@ -236,14 +236,18 @@ class Checkpoints:
             if record.sha256 and (not file.exists() or file.stat().st_size != record.bytes):
                 raise ValueError(f"{file.name} is missing or cut off")
 
-    def _keep_best(self, round: int) -> None:
+    def _keep_best(self, round_number: int) -> None:
         """Keeps a round under another name, by links: the weights are on the disk once."""
-        folder, best, temporary = self._rounds / f"round_{round:05d}", self._rounds / "best", self._rounds / ".best.tmp"
+        folder, best, temporary = (
+            self._rounds / f"round_{round_number:05d}",
+            self._rounds / "best",
+            self._rounds / ".best.tmp",
+        )
         try:
             kept = json.loads((best / "state.json").read_bytes())["round"]
         except DAMAGED:
             kept = None
-        if kept == round or not folder.is_dir():
+        if kept == round_number or not folder.is_dir():
             return
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -261,8 +265,8 @@ class Checkpoints:
         best = self._rounds / "best"
         return [*self._committed(), *([best] if best.is_dir() else [])]
 
-    def _client_file(self, client: int, round: int) -> Path:
-        return self._clients / f"{client:05d}_round_{round:05d}.safetensors"
+    def _client_file(self, client: int, round_number: int) -> Path:
+        return self._clients / f"{client:05d}_round_{round_number:05d}.safetensors"
 
 
 def _former_callbacks(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -290,11 +294,11 @@ class UnfinishedRound:
         self._folder = folder / "pending"
         self._journal = self._folder / "journal.jsonl"
 
-    def save(self, round: int, update: Update, record: ClientRecord) -> None:
+    def save(self, round_number: int, update: Update, record: ClientRecord) -> None:
         """Keeps an update, if it is cheaper to save than to train again.
 
         Args:
-            round: that it belongs to.
+            round_number: that it belongs to.
             update: with its weights.
             record: of the client's private state, which is saved already.
         """
@@ -312,7 +316,7 @@ class UnfinishedRound:
             "metrics": update.metrics,
         }
         line = {
-            "round": round,
+            "round": round_number,
             "client": update.client,
             "sha256": checksum(content),
             "record": asdict(record),
@@ -321,9 +325,9 @@ class UnfinishedRound:
         with open(self._journal, "a") as journal:
             journal.write(json.dumps(line) + "\n")
 
-    def load(self, round: int) -> Iterator[tuple[Update, ClientRecord]]:
+    def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:
         """The updates of a round that are whole, in the order they were saved, each client's once."""
-        lines = {line.get("client"): line for line in self._lines() if line.get("round") == round}
+        lines = {line.get("client"): line for line in self._lines() if line.get("round") == round_number}
         for line in lines.values():
             try:
                 yield self._read(line)

@@ -37,7 +37,7 @@ class LocalTrainer:
         *,
         device: torch.device,
         precision: str = "32-true",
-        compile: bool = False,
+        compile: bool = False,  # noqa: A002 (as torch calls it)
         regularizer: Regularizer | None = None,
         privacy: PrivacyOptions | None = None,
         secret_noise: bool = False,

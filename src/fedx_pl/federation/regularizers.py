@@ -178,7 +178,7 @@ class Scaffold(Regularizer):
 
 
 def make(options: RegularizerOptions) -> Regularizer:
-    """The regulariser of a configuration."""
+    """The regularizer of a configuration."""
     return {"none": Regularizer, "fedprox": lambda: FedProx(options.mu), "scaffold": Scaffold}[options.name]()
 
 

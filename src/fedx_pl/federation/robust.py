@@ -5,7 +5,7 @@ off can only be told when all are there. A chunk of values at a time is worked o
 
 Clipping and Krum go by distances, and BatchNorm's statistics move by tens of times more than the weights (measured in
 docs/robustness.md): an attack on the weights would not show in the norm of the two together. So they treat each kind of
-tensor by itself: weights, statistics, and what a regulariser's clients send to its server.
+tensor by itself: weights, statistics, and what a regularizer's clients send to its server.
 """
 
 import math
@@ -118,7 +118,7 @@ class NormClipping(_Holding):
     """FedAvg of updates none of which moves by more than a multiple of the round's median norm.
 
     ``d``, the way of an update from the global state, becomes ``d min(1, bound / |d|)``. Half of the clients would have
-    to lie to move the bound. What a regulariser's clients send is a change already, so its way starts at zero.
+    to lie to move the bound. What a regularizer's clients send is a change already, so its way starts at zero.
 
     Example:
         >>> rule = NormClipping({"w": torch.zeros(1)}, clip=2)

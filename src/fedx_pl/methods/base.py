@@ -175,9 +175,13 @@ class OptimOptions:
         known = self.precision in ("auto", "32-true", "bf16-mixed", "16-mixed")
         require("optim.precision", self.precision, known, "auto, 32-true, bf16-mixed or 16-mixed")
 
-    def lr_at(self, round: int, rounds: int) -> float:
+    def lr_at(self, round_number: int, rounds: int) -> float:
         """Learning rate of a round (1-based): a whole round shares one value."""
-        return self.lr if self.schedule == "constant" else self.lr * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
+        return (
+            self.lr
+            if self.schedule == "constant"
+            else self.lr * (1 + math.cos(math.pi * (round_number - 1) / rounds)) / 2
+        )
 
 
 class SSLMethod(pl.LightningModule):

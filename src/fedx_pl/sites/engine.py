@@ -87,7 +87,7 @@ class FlowerEngine(Engine):
 
     # --- who is there -------------------------------------------------------------------------------------------------
 
-    def choose(self, round: int, away: Sequence[int] = ()) -> list[int]:
+    def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
         federation = self.coordinator.config.federation
         wanted = federation.min_clients if self._started else federation.clients
@@ -101,12 +101,12 @@ class FlowerEngine(Engine):
                 break
             if there != told:
                 names = ", ".join(able) or "none"
-                self.watcher.note(f"round {round} waits for {wanted} sites; there now: {names}")
+                self.watcher.note(f"round {round_number} waits for {wanted} sites; there now: {names}")
                 told = there
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        return self.coordinator.choose_clients(round, sorted([self.book.client_of(name) for name in able]))
+        return self.coordinator.choose_clients(round_number, sorted([self.book.client_of(name) for name in able]))
 
     def _greet(self) -> None:
         """Says hello to newcomers, takes note of answers and of those who left."""

@@ -245,27 +245,31 @@ class Memories:
         for half in folder.glob(".*.tmp"):  # Of a site that was killed while it wrote.
             half.unlink()
 
-    def load(self, round: int) -> State | None:
+    def load(self, round_number: int) -> State | None:
         """The private tensors after a round, or None if they are not here; forgets much older ones.
 
         A coordinator whose newest checkpoint is damaged goes back by a round or two.
         """
         records = self._records()
-        for old in [number for number in records if number < round - KEPT_ROUNDS]:
+        for old in [number for number in records if number < round_number - KEPT_ROUNDS]:
             (self.folder / _file_name(old)).unlink(missing_ok=True)
             del records[old]
-        file = self.folder / _file_name(round)
-        if round not in records or not file.exists():
+        file = self.folder / _file_name(round_number)
+        if round_number not in records or not file.exists():
             return None
         content = file.read_bytes()
-        return load(content) if checksum(content) == records[round] else None
+        return load(content) if checksum(content) == records[round_number] else None
 
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
         content = tensor_bytes(memory.tensors())
         write_atomically(self.folder / _file_name(memory.last_round), content)
         records = self._records() | {memory.last_round: checksum(content)}
-        kept = {str(round): sha for round, sha in records.items() if (self.folder / _file_name(round)).exists()}
+        kept = {
+            str(round_number): sha
+            for round_number, sha in records.items()
+            if (self.folder / _file_name(round_number)).exists()
+        }
         write_atomically(self._file, json.dumps(kept, indent=1).encode())
 
     def answers(self) -> int:
@@ -281,13 +285,13 @@ class Memories:
 
     def _records(self) -> dict[int, str]:
         try:
-            return {int(round): str(sha) for round, sha in json.loads(self._file.read_text()).items()}
+            return {int(round_number): str(sha) for round_number, sha in json.loads(self._file.read_text()).items()}
         except (OSError, ValueError, AttributeError):
             return {}
 
 
-def _file_name(round: int) -> str:
-    return f"round_{round:05d}.safetensors"
+def _file_name(round_number: int) -> str:
+    return f"round_{round_number:05d}.safetensors"
 
 
 def _require_same(state: State, reference: State) -> None:
