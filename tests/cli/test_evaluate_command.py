@@ -58,8 +58,15 @@ def saved(run: Path, kind: str) -> dict:
 def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
     last = json.loads((run / "metrics.json").read_text())["rounds"][-1]
     found = evaluate_run(run, ["linear", "knn"], report=silent)
-    assert found["linear"] == {key: last[key] for key in ("linear_top1", "linear_top5")}
-    assert found["knn"] == {key: last[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")}
+    for kind, keys in {
+        "linear": ("linear_top1", "linear_top5"),
+        "knn": ("knn_top1", "rankme", "uniformity", "feature_std"),
+    }.items():
+        assert {key: found[kind][key] for key in keys} == {key: last[key] for key in keys}
+        assert len(found[kind]["per_class"]) == 10
+        confusion = np.array(found[kind]["confusion"])
+        assert confusion.sum() == 60
+        assert 100 * confusion.trace() / 60 == pytest.approx(found[kind][f"{kind}_top1"], abs=1e-3)
     assert 1 <= last["rankme"] <= 32  # width 4: 32 features
     assert last["uniformity"] < 0
     assert saved(run, "knn") == {"round": 2, "settings": {"labels": "all", "k": 200}, "results": found["knn"]}
@@ -281,7 +288,8 @@ def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
     rounds = json.loads((run / "metrics.json").read_text())["rounds"]
     first, last = ({key: row[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")} for row in rounds)
     assert first != last  # Of the accuracies alone, two may well be the same.
-    assert evaluate_run(run, ["knn"], report=silent, round_number=rounds[0]["round"])["knn"] == first
+    found = evaluate_run(run, ["knn"], report=silent, round_number=rounds[0]["round"])["knn"]
+    assert {key: found[key] for key in first} == first
     assert (run / "evaluation" / f"knn_round_{rounds[0]['round']:05d}.json").exists()
     with pytest.raises(UserError, match=r"no checkpoint of round 99 .*there are: 1, 2.*run.keep"):
         evaluate_run(run, ["knn"], report=silent, round_number=99)

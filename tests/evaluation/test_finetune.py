@@ -10,7 +10,7 @@ from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ImageStore
 from fedx_pl.data.images import Split
 from fedx_pl.errors import UserError
-from fedx_pl.evaluation.finetune import SemiOptions, fine_tune, labelled_subset, top1
+from fedx_pl.evaluation.finetune import SemiOptions, fine_tune, labelled_subset, scores
 
 STILL = AugmentOptions(crop="none", flip=0, brightness=0, contrast=0, saturation=0, hue=0)
 
@@ -121,7 +121,7 @@ def test_the_whole_network_learns_and_the_given_backbone_stays_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     network = tuned(40, SemiOptions(epochs=30, lr=0.05, batch_size=8), augment=AugmentOptions(), model=model)
     how = Augment(STILL, (0.5,) * 3, (0.25,) * 3)
-    assert top1(network, colours(200, seed=1), how.plain) > 95
+    assert scores(network, colours(200, seed=1), how.plain).top1 > 95
     assert not model.training
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -168,13 +168,13 @@ class Fixed(nn.Module):
 
 def test_accuracy_counts_labelled_images_only():
     test = Split(np.zeros((5, 4, 4, 3), np.uint8), np.array([1, 0, 1, -1, 1]))
-    assert top1(Fixed(), test, lambda images: images.float()) == 75.0
+    assert scores(Fixed(), test, lambda images: images.float()).top1 == 75.0
 
 
 def test_a_network_that_diverged_has_no_accuracy():
     test = Split(np.zeros((2, 4, 4, 3), np.uint8), np.array([1, 0]))
     with pytest.warns(UserWarning, match="fine-tuning diverged"):
-        assert math.isnan(top1(Fixed(math.nan), test, lambda images: images.float()))
+        assert math.isnan(scores(Fixed(math.nan), test, lambda images: images.float()).top1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import linear
-from fedx_pl.evaluation.linear import PRESETS, LinearOptions, LinearResult, fit, linear_probe
+from fedx_pl.evaluation.linear import PRESETS, LinearOptions, fit, linear_probe
+from fedx_pl.evaluation.scores import score
 
 
 def blobs(count: int, classes: int, width: int = 16, noise: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -122,8 +123,9 @@ def test_top5_counts_the_five_best():
     """Logits 7 .. 0 for classes 0 .. 7 whatever the features: labels 0, 4 and 5 are first, fifth and sixth."""
     logits = torch.arange(7.0, -1, -1).expand(3, 8)
     labels = torch.tensor([0, 4, 5])
-    assert linear._top(1, logits, labels) == pytest.approx(100 / 3)
-    assert linear._top(5, logits, labels) == pytest.approx(200 / 3)
+    found = score(logits, labels, classes=8)
+    assert found.top1 == pytest.approx(100 / 3)
+    assert found.top5 == pytest.approx(200 / 3)
 
 
 def test_top5_is_trivial_with_five_classes():
@@ -142,7 +144,8 @@ def test_fewer_images_than_a_batch():
 def test_one_class():
     x = torch.randn(10, 4)
     y = torch.zeros(10)
-    assert linear_probe(x, y, x, y, classes=1, options=LinearOptions(), seed=0) == LinearResult(100.0, 100.0)
+    found = linear_probe(x, y, x, y, classes=1, options=LinearOptions(), seed=0)
+    assert (found.top1, found.top5) == (100.0, 100.0)
 
 
 def test_a_class_without_train_images_is_not_predicted():

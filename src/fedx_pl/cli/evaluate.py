@@ -33,6 +33,7 @@ from fedx_pl.evaluation import finetune, geometry
 from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.evaluation.scores import Scores
 from fedx_pl.experiments.results import evaluation_settings
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
@@ -91,9 +92,9 @@ def evaluate_run(
     Returns:
         The results by kind::
 
-            linear    linear_top1, linear_top5: percent
-            knn       knn_top1: percent; rankme, uniformity: of the backbone's features
-            semi      for each share of the labels, e.g. "0.01": labels (how many), top1 (percent)
+            linear    linear_top1, linear_top5, per_class: percent; confusion: images, by true and predicted class
+            knn       likewise; rankme, uniformity: of the backbone's features
+            semi      for each share of the labels, e.g. "0.01": labels (how many), top1 (percent), and as above
             geometry  local_global: for each class mean, median, q1, q3, low, high of the angles between f(x) and F(x)
                       local_global_mean
                       interclass: the angles between all pairs of class prototypes; interclass_mean
@@ -232,7 +233,23 @@ def _measure(kind: str, run: _Run, report: Report, tick: Tick | None) -> dict[st
         return _semi(plan, tick)
     if kind == "geometry":
         return _geometry(run, report, tick)
-    return plan.evaluator.evaluate(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
+    scores, collapse = plan.evaluator.scores(plan.model, plan.device, knn=kind == "knn", linear=kind == "linear")
+    score = scores[kind]
+    accuracies = {f"{kind}_top1": score.top1, f"{kind}_top5": score.top5} | collapse
+    return {**{key: _rounded(value) for key, value in accuracies.items()}, **_details(score, plan.data.classes)}
+
+
+def _details(score: Scores, classes: Sequence[str]) -> dict[str, Any]:
+    """Accuracy by class, and who is taken for whom."""
+    return {
+        "per_class": {name: _rounded(value) for name, value in zip(classes, score.per_class, strict=False)},
+        "confusion": [list(row) for row in score.confusion],
+    }
+
+
+def _rounded(value: float) -> float:
+    """Nobody wants to read 28.740000000000002; nan stays."""
+    return float(f"{value:.4f}")
 
 
 def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:
@@ -251,8 +268,8 @@ def _semi(plan: Plan, tick: Tick | None) -> dict[str, Any]:
             plan.model.backbone, store, rows, labels[rows], plan.augment,
             classes=len(data.classes), options=options, seed=seed, tick=advance,
         )  # fmt: skip
-        top1 = finetune.top1(network, data.test, plan.augment.plain)
-        found[f"{fraction:g}"] = {"labels": len(rows), "top1": top1}
+        score = finetune.scores(network, data.test, plan.augment.plain)
+        found[f"{fraction:g}"] = {"labels": len(rows), "top1": score.top1, **_details(score, data.classes)}
     return found
 
 

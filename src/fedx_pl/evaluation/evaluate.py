@@ -15,8 +15,9 @@ from fedx_pl.errors import require
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.finetune import SemiOptions
 from fedx_pl.evaluation.geometry import health
-from fedx_pl.evaluation.knn import knn_accuracy
+from fedx_pl.evaluation.knn import knn_scores
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.evaluation.scores import Scores
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
 
@@ -103,25 +104,29 @@ class Evaluator:
         """
         found = {}
         if self.possible and (knn or linear):
-            found = self._accuracies(model, device, knn=knn, linear=linear)
+            scores, collapse = self.scores(model, device, knn=knn, linear=linear)
+            found = {f"{kind}_top1": score.top1 for kind, score in scores.items()} | collapse
+            found |= {"linear_top5": scores["linear"].top5} if linear else {}
         elif knn and len(self._sample) >= _ENOUGH:
             found = health(self._sampled(model, device))
         # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
         return {name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)}
 
-    def _accuracies(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
+    def scores(
+        self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool
+    ) -> tuple[dict[str, Scores], dict[str, float]]:
+        """What kNN and the linear probe get right, by kind, and beside kNN the `health` of the test features."""
         assert self.data.test is not None
         train_x, train_y = self._features(model, device, self.labeled)
         test_x, test_y = self._features(model, device, self.data.test)
         sets, classes = (train_x, train_y, test_x, test_y), len(self.data.classes)
-        found = {}
+        found: dict[str, Scores] = {}
         if knn:
-            found["knn_top1"] = knn_accuracy(*sets, k=self.options.knn_k, classes=classes)
-            found |= health(test_x)
+            found["knn"] = knn_scores(*sets, k=self.options.knn_k, classes=classes)
         if linear:
-            probe = linear_probe(*sets, classes=classes, options=self.options.linear, seed=derive(self.seed, "linear"))
-            found |= {"linear_top1": probe.top1, "linear_top5": probe.top5}
-        return found
+            seed = derive(self.seed, "linear")
+            found["linear"] = linear_probe(*sets, classes=classes, options=self.options.linear, seed=seed)
+        return found, health(test_x) if knn else {}
 
     def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
         assert split.labels is not None

@@ -21,6 +21,7 @@ from fedx_pl.data.batches import ImageStore, at_least_two
 from fedx_pl.data.images import Split
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.scores import Scores, score
 from fedx_pl.seeding import derive
 
 
@@ -123,19 +124,19 @@ def fine_tune(
     return network
 
 
-def top1(network: nn.Module, test: Split, prepare: Callable[[Tensor], Tensor]) -> float:
-    """Percent of the labelled test images that a classifier gets right; nan with a warning if it has diverged.
+def scores(network: nn.Module, test: Split, prepare: Callable[[Tensor], Tensor]) -> Scores:
+    """What a classifier gets right of the labeled test images; nan with a warning if it has diverged.
 
     Args:
         network: (n, C, h, w) -> (n, classes).
         test: images and labels; those with label -1 are left out.
-        prepare: uint8 (n, H, W, C) -> normalised network input.
+        prepare: uint8 (n, H, W, C) -> normalized network input.
     """
     assert test.labels is not None
     logits = extract(network, test.images, prepare).cpu()
     if not torch.isfinite(logits).all():
         warnings.warn("fine-tuning diverged: the accuracy is nan", stacklevel=2)
-        return math.nan
+        return Scores()
     labels = torch.from_numpy(test.labels)
     known = labels >= 0
-    return 100 * (logits.argmax(1) == labels)[known].double().mean().item()
+    return score(logits[known], labels[known], logits.shape[1])

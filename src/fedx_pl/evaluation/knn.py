@@ -1,22 +1,21 @@
 """Weighted k-nearest-neighbour accuracy: the cheap measure to follow during training, nothing is fitted."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedx_pl.evaluation.features import measurable
+from fedx_pl.evaluation.scores import Scores, score
 
 # Similarities held at once, (test chunk, all train images): 64 MB in float32, whatever the size of the data set.
 _CHUNK_ELEMENTS = 16_000_000
 
 
 @torch.inference_mode()
-def knn_predict(
+def knn_votes(
     train_x: Tensor, train_y: Tensor, test_x: Tensor, *, k: int = 200, tau: float = 0.1, classes: int
 ) -> Tensor:
-    """Class of each test feature by the vote of Wu et al. (2018, "instance discrimination").
+    """Votes for the class of each test feature, as of Wu et al. (2018, "instance discrimination").
 
     The k train features of highest cosine similarity vote for their class with weight exp(similarity / tau).
 
@@ -29,21 +28,20 @@ def knn_predict(
         classes: number of classes.
 
     Returns:
-        int64 (M,) predicted classes.
+        (M, classes) votes; the largest is the prediction.
     """
     bank = F.normalize(train_x).T
     k = min(k, len(train_x))
-    predictions = []
+    found = []
     for queries in F.normalize(test_x).split(max(1, _CHUNK_ELEMENTS // len(train_x))):
         similarity, neighbours = (queries @ bank).topk(k)
         # Relative to the nearest neighbour: the same winner, and no overflow of exp(1 / tau) for a small tau.
         weights = ((similarity - similarity[:, :1]) / tau).exp()
-        votes = weights.new_zeros(len(queries), classes).scatter_add_(1, train_y[neighbours], weights)
-        predictions.append(votes.argmax(1))
-    return torch.cat(predictions)
+        found.append(weights.new_zeros(len(queries), classes).scatter_add_(1, train_y[neighbours], weights))
+    return torch.cat(found)
 
 
-def knn_accuracy(
+def knn_scores(
     train_x: Tensor,
     train_y: Tensor,
     test_x: Tensor,
@@ -52,8 +50,8 @@ def knn_accuracy(
     k: int = 200,
     tau: float = 0.1,
     classes: int,
-) -> float:
-    """Top-1 accuracy in percent of :func:`knn_predict`; images with label -1 are left out of both sets.
+) -> Scores:
+    """What :func:`knn_votes` gets right; images with label -1 are left out of both sets.
 
     Args:
         train_x: (N, D) features.
@@ -65,11 +63,10 @@ def knn_accuracy(
         classes: number of classes.
 
     Returns:
-        Percent, or nan with a warning if a set holds no labels or non-finite features.
+        Scores of nan, with a warning, if a set holds no labels or non-finite features.
     """
     data = measurable(train_x, train_y, test_x, test_y, classes)
     if data is None:
-        return math.nan
+        return Scores()
     train_x, train_y, test_x, test_y = data
-    predictions = knn_predict(train_x, train_y, test_x, k=k, tau=tau, classes=classes)
-    return 100 * (predictions == test_y).double().mean().item()
+    return score(knn_votes(train_x, train_y, test_x, k=k, tau=tau, classes=classes), test_y, classes)

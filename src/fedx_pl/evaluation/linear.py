@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedx_pl.errors import require
 from fedx_pl.evaluation.features import measurable
+from fedx_pl.evaluation.scores import Scores, score
 
 _SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
 _SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a second thread does not pay
@@ -55,14 +56,6 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class LinearResult:
-    """Test accuracy in percent; nan when there was nothing to measure."""
-
-    top1: float
-    top5: float
-
-
 def linear_probe(
     train_x: Tensor,
     train_y: Tensor,
@@ -72,7 +65,7 @@ def linear_probe(
     classes: int,
     options: LinearOptions,
     seed: int,
-) -> LinearResult:
+) -> Scores:
     """Train a linear classifier on frozen features and measure it; images with label -1 are left out of both sets.
 
     Args:
@@ -85,12 +78,11 @@ def linear_probe(
         seed: of the initial weights and of the shuffling; the global random state is neither read nor moved.
 
     Returns:
-        Top-1 and top-5 accuracy. With five classes or fewer, top-5 is 100. Non-finite features and sets without labels
-        give nan and a warning.
+        What it gets right. Non-finite features and sets without labels give nan and a warning.
     """
     data = measurable(train_x, train_y, test_x, test_y, classes)
     if data is None:
-        return LinearResult(math.nan, math.nan)
+        return Scores()
     train_x, train_y, test_x, test_y = data
     # Drawn on the CPU, so that a seed means the same initial weights and the same batches on every device.
     generator = torch.Generator().manual_seed(seed)
@@ -104,8 +96,8 @@ def linear_probe(
     logits = torch.addmm(weight[:, -1], test_x, weight[:, :-1].T)
     if not torch.isfinite(logits).all():  # finite features may still overflow
         warnings.warn("the linear probe diverged: the accuracy is nan", stacklevel=2)
-        return LinearResult(math.nan, math.nan)
-    return LinearResult(_top(1, logits, test_y), _top(5, logits, test_y))
+        return Scores()
+    return score(logits, test_y, classes)
 
 
 @contextmanager
@@ -121,12 +113,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _top(k: int, logits: Tensor, labels: Tensor) -> float:
-    """Percent of rows of ``logits`` (M, classes) whose label is among the k largest."""
-    best = logits.topk(min(k, logits.shape[1])).indices
-    return 100 * (best == labels[:, None]).any(1).double().mean().item()
 
 
 @torch.inference_mode()

@@ -159,7 +159,7 @@ def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
     metrics = json.loads((job.folder / "metrics.json").read_text())
     found = {kind: read_evaluation(job.folder, kind, job.config) for kind in KINDS}
-    evaluations = {kind: results for kind, results in found.items() if results is not None}
+    evaluations = {kind: _without_details(results) for kind, results in found.items() if results is not None}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
         "profile": job.config.profile, "commit": job.commits(), "code": job.trained_code(),
@@ -376,6 +376,12 @@ def places(words: Sequence[str], workers: int) -> list[str]:
     threads = max(1, (os.cpu_count() or 1) // workers)
     shared = [f"run.threads={threads}"] if workers > 1 else []
     return [*shared, *words]
+
+
+def _without_details(results: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation without its accuracies by class and its confusion matrix, which the run folder keeps."""
+    kept = {key: value for key, value in results.items() if key not in ("per_class", "confusion")}
+    return {key: _without_details(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _short(value: Any) -> Any:
