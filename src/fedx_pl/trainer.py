@@ -65,7 +65,8 @@ class Orchestrator(Watcher):
             make_engine: where clients train; what the configuration names if not given.
         """
         self.plan, self.make_engine = plan, make_engine
-        self.callbacks = built_in(plan, [callbacks] if isinstance(callbacks, RoundCallback) else callbacks)
+        given = [callbacks] if isinstance(callbacks, RoundCallback) else callbacks
+        self.callbacks = built_in(plan, [*plan.own_callbacks(), *given])
         self.model: SSLMethod = plan.model
         self.device: torch.device = plan.device
         self.max_rounds = plan.config.federation.rounds

@@ -12,8 +12,9 @@ import torch
 
 from fedx_pl import backbones
 from fedx_pl.callbacks.angle import Angle
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.compose import Config, compose, flat, from_tree, load
-from fedx_pl.config.registry import find_method
+from fedx_pl.config.registry import find_callback, find_method
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
@@ -117,6 +118,10 @@ class Plan:
             relation_size=reserved if self.model.relation_batch else 0,
             seed=derive(self.config.seed, "data", round_number, client),
         )
+
+    def own_callbacks(self) -> list[RoundCallback]:
+        """What ``callbacks=[...]`` names; each class is made without arguments."""
+        return [find_callback(path)() for path in self.config.callbacks]
 
     def run_settings(self) -> RunSettings:
         """What the run folder is told."""
@@ -265,6 +270,8 @@ def load_data(config: Config, report: Callable[[str], None]) -> ImageData:
     resolve_device(config.run.device)
     backbones.require_possible(config.backbone)
     _require_fitting_optimizer(config)
+    for path in config.callbacks:
+        find_callback(path)
     return sources.load(config.data, seed=config.seed, report=report)
 
 

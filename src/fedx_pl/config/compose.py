@@ -82,6 +82,9 @@ class Config:
     health: HealthOptions = field(default_factory=HealthOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    callbacks: list[str] = field(
+        default_factory=list, metadata={"help": "round callbacks of your own, e.g. [package.module:Class]"}
+    )
 
     def __post_init__(self) -> None:
         self.aggregate.require_possible(self.federation.min_clients)
@@ -104,7 +107,7 @@ class Config:
     def content(self) -> dict[str, Any]:
         """What decides the result: all keys but where things are and how the run is carried out."""
         content = dataclasses.asdict(self)
-        del content["run"], content["engine"], content["health"]
+        del content["run"], content["engine"], content["health"], content["callbacks"]
         del content["aggregate"]["quarantine"]  # A client that was mended is asked again by another value.
         for place in ("cache", "download", "workers"):
             del content["data"][place]
