@@ -86,7 +86,7 @@ def test_equations_are_drawn_and_stand_beside_their_code(site: Path) -> None:
     assert [int(number) for number in numbers] == list(range(1, 15))
     assert "$$" not in page
     assert 'class="arithmatex"' not in page
-    for name in ("relational", "nt_xent", "global_contrast", "_look", "training_step", "interclass_angles"):
+    for name in ("relational", "nt_xent", "global_contrast", "_see", "training_step", "interclass_angles"):
         assert re.search(rf'<span class="n[fc]( fm)?">{name}</span>', page), f"the code of {name} is not on the page"
 
 
