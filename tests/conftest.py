@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("FEDX_TEST_THREADS", "1"))
 # Two threads that wait for each other would spin, and take the core from the other worker of `pytest -n 2`.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# torch.compile keeps its kernels there. It does not tell them apart by ATEN_CPU_CAPABILITY: those of one setting of
+# `make test-cpus` gave NaN in another.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/fedx-pl-compiled-{os.environ.get('ATEN_CPU_CAPABILITY')}-{os.environ['ONEDNN_MAX_CPU_ISA']}",
+)
 
 import numpy as np
 import pytest

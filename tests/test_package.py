@@ -95,9 +95,12 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_a_wheel_has_all_files_and_no_others(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "fedx_pl").rglob("*.py")}
-    data = {Path("fedx_pl") / path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
-    data |= {Path("fedx_pl") / path.relative_to(ROOT) for path in (ROOT / "experiments").glob("*.yaml")}
-    expected = {*modules, *data, Path("fedx_pl/experiments/paper/tables.yaml"), Path("fedx_pl/py.typed")}
+    data = set()
+    for folder, home in ((ROOT / "configs", "config/files"), (ROOT / "experiments", "experiments/definitions")):
+        files = [*folder.rglob("*.yaml")] if folder.name == "configs" else [*folder.glob("*.yaml")]
+        data |= {Path("fedx_pl") / home / path.relative_to(folder) for path in files}
+    tables = Path("fedx_pl/experiments/definitions/paper/tables.yaml")
+    expected = {*modules, *data, tables, Path("fedx_pl/py.typed")}
     packed = {Path(name) for name in names if ".dist-info/" not in name}
     assert packed == expected
     assert f"fedx_pl-{fedx_pl.__version__}.dist-info/licenses/LICENSE" in names
@@ -120,7 +123,7 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
     assert (tmp_path / "run" / "encoder.safetensors").exists()
     # The other commands in one process, which imports torch once.
     script = f"""import fedx_pl
-from fedx_pl.cli import main
+from fedx_pl.cli.main import main
 print(fedx_pl.__file__)
 assert main(["train", *{[*words, "run.dir=other"]}, "--dry-run"]) == 0
 assert main(["sweep", "relation", "profile=mini", "--dry-run"]) == 0
