@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save
 
 from fedx_pl.cli import main as cli
 from fedx_pl.config import compose as config
+from fedx_pl.config.build import prepare
+from fedx_pl.config.compose import load
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints
 
@@ -81,6 +83,23 @@ def test_hostile_weights_do_nothing(run: Path, tmp_path: Path, kind: str, capsys
     assert cli.main(["evaluate", str(run), "knn"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "train"])
+def test_a_stranger_s_callbacks_are_not_imported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """They belong to the command that trained: whoever measures, exports or resumes the run did not name them."""
+    (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = run / "config.yaml"
+    assert "callbacks: []" in file.read_text()
+    file.write_text(file.read_text().replace("callbacks: []", "callbacks: ['evil:Callback']"))
+    if command == "train":
+        prepare(load(file), report=lambda line: None)
+    else:
+        assert cli.main([command, str(run)]) == 0
+    assert not (tmp_path / "it ran").exists()
 
 
 def test_a_stranger_s_configuration_imports_no_code(

@@ -169,7 +169,7 @@ class Plan:
             gpu: whether it has one; it sees no other.
         """
         run = replace(self.config.run, threads=threads, device="cuda" if gpu else "cpu")
-        return partial(_prepare_again, asdict(replace(self.config, run=run)))
+        return partial(_prepare_again, asdict(replace(self.config, run=run, callbacks=[])))  # They are called here.
 
     @property
     def clients_per_round(self) -> int:

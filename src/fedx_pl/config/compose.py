@@ -276,6 +276,8 @@ def load(path: Path, trusted: str = "") -> Config:
     if isinstance(tree, dict) and isinstance(evaluation := tree.get("evaluation"), dict):
         data = tree.get("data")
         evaluation.setdefault("labels", former_labels(data.get("limit") if isinstance(data, dict) else 0))
+    if isinstance(tree, dict):
+        tree["callbacks"] = []  # They are code, too, and belong to the command that trained, not to the run.
     return from_tree(tree, str(path))
 
 
