@@ -92,7 +92,6 @@ class Orchestrator(Watcher):
                 self._call("on_fit_start")
                 while self.current_round < self.max_rounds and not self.should_stop:
                     self._run_round()
-                self.model.load_shared(self.global_state.weights)
                 self._checkpoints.clear()  # Again, in case the last round was committed and then cut off.
                 self._unfinished.clear()
                 self._call("on_fit_end")

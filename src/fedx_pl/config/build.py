@@ -17,11 +17,11 @@ from fedx_pl.config.compose import Config, compose, flat, from_tree, load
 from fedx_pl.config.registry import find_callback, find_method
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment
-from fedx_pl.data.batches import ClientData, ImageStore
-from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split
-from fedx_pl.data.sources import cache
+from fedx_pl.data.batches import ClientData, ImageStore, batches_of
+from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split, normalization
+from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.engines import EngineOptions
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import Evaluator
 from fedx_pl.federation import estimate, privacy, regularizers
 from fedx_pl.federation.allocator import keep_freed_memory
@@ -108,16 +108,9 @@ class Plan:
     def client_data(self, client: int, round_number: int, rows: np.ndarray | None = None) -> ClientData:
         """A client's batches in a round; ``rows`` if not the split's but its own, as at a site."""
         rows = self.clients[client] if rows is None else rows
-        # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
-        reserved = self.config.relation_size if self.config.fedx.enabled else 0
-        return ClientData(
-            self.store,
-            torch.from_numpy(rows).to(self.store.index_device),
-            self.augment,
-            batch_size=self.config.optim.batch_size - reserved,
-            relation_size=reserved if self.model.relation_batch else 0,
-            seed=derive(self.config.seed, "data", round_number, client),
-        )
+        seed = derive(self.config.seed, "data", round_number, client)
+        size = self.config.optim.batch_size
+        return batches_of(self.store, rows, self.augment, batch_size=size, model=self.model, seed=seed)
 
     def own_callbacks(self) -> list[RoundCallback]:
         """What ``callbacks=[...]`` names; each class is made without arguments."""
@@ -293,10 +286,10 @@ def assemble(config: Config, data: ImageData, clients: list[np.ndarray]) -> Plan
         torch.set_num_threads(config.run.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    mean, std = normalisation(config, channels=images.shape[3])
-    size = config.augment.size if 0 < config.augment.size < images.shape[1] else 0
-    augment = Augment(replace(config.augment, size=size), mean, std)
-    model = build_model(config, channels=images.shape[3], image_size=size or images.shape[1])
+    _, side, _, channels = images.shape
+    options = config.augment.for_side(side)
+    augment = Augment(options, *normalization(config.data.mean, config.data.std, channels))
+    model = build_model(config, channels=channels, image_size=options.size or side)
     plan = Plan(config, data, clients, device, resolve_precision(config.optim.precision, device), model, augment)
     plan.require_budget()
     _require_fitting_optimizer(config, plan)
@@ -316,11 +309,7 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
     name = config.name
     if name.startswith(f"{config.data.name}-"):  # Not one of the user's own.
         name = ARRAYS + name.removeprefix(config.data.name)
-    arrays = {"images": data.train.images, "labels": data.train.labels}
-    if data.test is not None:
-        arrays |= {"test images": data.test.images, "test labels": data.test.labels}
-    parts = {f"{key} {array.shape}": cache.sha256(array) for key, array in arrays.items() if array is not None}
-    data = replace(data, name=ARRAYS, fingerprint=cache.fingerprint(parts), options=options)
+    data = replace(data, name=ARRAYS, fingerprint=fingerprint_of(data.train, data.test), options=options)
     return replace(config, name=name, data=options), data
 
 
@@ -356,16 +345,6 @@ def _require_fitting_optimizer(config: Config, plan: Plan | None = None) -> None
     except Exception:
         return
     regularizers.make(config.regularizer).require_fitting(optimizers, method.__name__)
-
-
-def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fixed numbers: taking the mean over all clients' images would need the images in one place."""
-    mean, std = tuple(config.data.mean) or (0.5,) * channels, tuple(config.data.std) or (0.25,) * channels
-    for key, values in (("mean", mean), ("std", std)):
-        numbers = f"{channels} numbers, one per channel"
-        require(f"data.{key}", list(values), len(values) == channels, numbers)
-    require("data.std", list(std), all(value > 0 for value in std), "positive numbers")
-    return mean, std
 
 
 def build_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:

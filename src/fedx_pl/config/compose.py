@@ -102,7 +102,7 @@ class Config:
     @property
     def relation_size(self) -> int:
         """Images in the relation batch, if the method asks for one."""
-        return self.fedx.relation_size or self.optim.batch_size // 2
+        return self.fedx.reserved(self.optim.batch_size)
 
     def content(self) -> dict[str, Any]:
         """What decides the result: all keys but where things are and how the run is carried out."""

@@ -10,7 +10,7 @@ division is free; colour operations do not care, except for their clamp. They re
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,10 @@ class AugmentOptions:
     grayscale: float = field(default=0.0, metadata={"help": "probability of dropping colour"})
     blur: float = field(default=0.0, metadata={"help": "probability of a Gaussian blur, sigma 0.1 to 2"})
     rotation: float = field(default=0.0, metadata={"help": "degrees, drawn from ± this; corners turn black"})
+
+    def for_side(self, side: int) -> "AugmentOptions":
+        """The options for stored images of a side: none are made larger than they are."""
+        return replace(self, size=self.size if 0 < self.size < side else 0)
 
     def __post_init__(self) -> None:
         """Checks every field.

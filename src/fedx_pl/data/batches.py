@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedx_pl.data.augment import Augment
-from fedx_pl.methods.base import Views
+from fedx_pl.methods.base import SSLMethod, Views
 from fedx_pl.seeding import derive
 
 
@@ -108,6 +108,34 @@ class ClientData:
     def plain_sample(self, size: int) -> Tensor:
         """At most ``size`` images drawn at random, un-augmented and normalised."""
         return self.augment.plain(self.store.take(self.index[at_least_two(self._order("sample")[:size])]))
+
+
+def batches_of(
+    store: ImageStore, rows: np.ndarray, augment: Augment, *, batch_size: int, model: object, seed: int
+) -> ClientData:
+    """The batches that a model asks for.
+
+    Args:
+        store: all images.
+        rows: (N,) of them, the client's own.
+        augment: makes the views.
+        batch_size: images per step. ``B`` is as large with FedX's relational terms as without them, or an ablation
+            would change two things at once.
+        model: says how many of a step's images are reserved, and whether they come as a relation batch. What is no
+            `SSLMethod` wants none.
+        seed: of this client in this round.
+    """
+    reserved, relation_batch = 0, False
+    if isinstance(model, SSLMethod):
+        reserved, relation_batch = model.reserved_images(batch_size), model.relation_batch
+    return ClientData(
+        store,
+        torch.from_numpy(rows).to(store.index_device),
+        augment,
+        batch_size=batch_size - reserved,
+        relation_size=reserved if relation_batch else 0,
+        seed=seed,
+    )
 
 
 def at_least_two(rows: Tensor) -> Tensor:

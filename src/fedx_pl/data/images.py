@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from fedx_pl.errors import require
 
 DATASETS: tuple[str, ...] = ("cifar10", "cifar100", "svhn", "fmnist", "imagenet10", "folder")
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
@@ -132,3 +135,23 @@ class ImageData:
     def labeled(self) -> Split:
         """All training images, also those that ``data.limit`` leaves out of ``train``."""
         return self.whole_train or self.train
+
+
+def normalization(
+    mean: Sequence[float], std: Sequence[float], channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Fixed numbers for all clients: taking the mean over their images would need the images in one place.
+
+    Args:
+        mean: per channel, of pixels in 0..1; empty: 0.5.
+        std: likewise; empty: 0.25.
+        channels: of an image.
+
+    Raises:
+        UserError: there are more or fewer numbers than channels, or a standard deviation is not positive.
+    """
+    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
+    for key, values in (("mean", means), ("std", stds)):
+        require(f"data.{key}", list(values), len(values) == channels, f"{channels} numbers, one per channel")
+    require("data.std", list(stds), all(value > 0 for value in stds), "positive numbers")
+    return means, stds

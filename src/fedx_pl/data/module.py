@@ -5,7 +5,6 @@ pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' image
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from torch.utils.data import Dataset
 
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment, AugmentOptions
-from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs
-from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split
+from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
+from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split, normalization
 from fedx_pl.data.partition import Dirichlet, Given, Partition
-from fedx_pl.data.sources import cache
+from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import SSLMethod
@@ -112,20 +111,11 @@ class FederatedDataModule(pl.LightningDataModule):
         rows = np.sort(np.concatenate(self.clients))
         return LocalEpochs(self._batches(rows, derive(self.seed, "pooled"), model, device))
 
-    def _batches(self, rows: np.ndarray, seed: int, model: Any, device: torch.device) -> ClientData:
+    def _batches(self, rows: np.ndarray, seed: int, model: object, device: torch.device) -> ClientData:
         if device not in self._stores:
             self._stores[device] = ImageStore(self.images.train.images, device, int(self.resident_gb * 1e9))
         store = self._stores[device]
-        # B is as large with FedX's relational terms as without them, or an ablation would change two things at once.
-        reserved = model.reserved_images(self.batch_size) if isinstance(model, SSLMethod) else 0
-        return ClientData(
-            store,
-            torch.from_numpy(rows).to(store.index_device),
-            self.augment,
-            batch_size=self.batch_size - reserved,
-            relation_size=reserved if getattr(model, "relation_batch", False) else 0,
-            seed=seed,
-        )
+        return batches_of(store, rows, self.augment, batch_size=self.batch_size, model=model, seed=seed)
 
     def _load(self) -> ImageData:
         source = self.source
@@ -146,12 +136,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape
         known = self.images.options or DataOptions(name=ARRAYS)
-        mean = self.mean or tuple(known.mean) or (0.5,) * channels
-        std = self.std or tuple(known.std) or (0.25,) * channels
-        for key, values in (("mean", mean), ("std", std)):
-            require(key, list(values), len(values) == channels, f"{channels} numbers, one per channel")
-        size = self.augment_options.size
-        return Augment(replace(self.augment_options, size=size if 0 < size < side else 0), mean, std)
+        statistics = normalization(self.mean or known.mean, self.std or known.std, channels)
+        return Augment(self.augment_options.for_side(side), *statistics)
 
 
 def _of_arrays(train: Arrays, test: Arrays | None) -> ImageData:
@@ -161,12 +147,9 @@ def _of_arrays(train: Arrays, test: Arrays | None) -> ImageData:
             f"the images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. images.transpose(0, 2, 3, 1)"
         )
     classes = tuple(str(number) for number in range(int(labels.max()) + 1)) if labels is not None else ()
-    arrays = {"images": images, "labels": labels}
-    if test is not None:
-        arrays |= {"test images": test[0], "test labels": test[1]}
-    parts = {f"{key} {array.shape}": cache.sha256(array) for key, array in arrays.items() if array is not None}
     held_out = None if test is None else Split(*test)
-    return ImageData(ARRAYS, Split(images, labels), held_out, classes, (), "arrays", cache.fingerprint(parts))
+    name = fingerprint_of(Split(images, labels), held_out)
+    return ImageData(ARRAYS, Split(images, labels), held_out, classes, (), "arrays", name)
 
 
 def _of_datasets(clients: "Sequence[Dataset[Any]]") -> tuple[Arrays, np.ndarray]:

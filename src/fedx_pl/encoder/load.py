@@ -14,10 +14,10 @@ import yaml
 from torch import Tensor, nn
 
 from fedx_pl import backbones
-from fedx_pl.config.build import build_model, normalisation
+from fedx_pl.config.build import build_model
 from fedx_pl.config.compose import Config, from_tree, load
 from fedx_pl.config.registry import find_method
-from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange
+from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
 from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode
 from fedx_pl.data.sources.folder import list_files
@@ -101,7 +101,8 @@ class Encoder(nn.Module):
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
-        return cls(backbone, *normalisation(config, channels), side, value_range_of(folder)).eval()
+        mean, std = normalization(config.data.mean, config.data.std, channels)
+        return cls(backbone, mean, std, side, value_range_of(folder)).eval()
 
     def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.

@@ -80,7 +80,7 @@ class FedXMixin(Mixin):
 
     def reserved_images(self, batch_size: int) -> int:
         """The relation batch ``B_r``; with a queue it is left out, so that ``B`` is as large."""
-        return self.fedx.relation_size or batch_size // 2
+        return self.fedx.reserved(batch_size)
 
     def _see(self, batch: Views, z: Embeddings) -> Seen:
         """Runs F on what a term uses, in one forward pass."""

@@ -52,6 +52,10 @@ class FedXOptions:
                 f"and fedx.local_relation are 0; type fedx.warmup=0"
             )
 
+    def reserved(self, batch_size: int) -> int:
+        """How many of a step's images are not in ``B``."""
+        return self.relation_size or batch_size // 2
+
     @property
     def relational(self) -> bool:
         """Whether there is a relational term."""

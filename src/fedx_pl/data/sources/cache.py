@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fedx_pl.data.images import Split
 from fedx_pl.data.sources.formats import one_line
 from fedx_pl.errors import UserError
 from fedx_pl.files import sync_folder, write_atomically
@@ -63,6 +64,14 @@ def sha256(array: np.ndarray) -> str:
 def fingerprint(hashes: Mapping[str, str]) -> str:
     """A short name for content whose parts have these hashes."""
     return hashlib.sha256(json.dumps(dict(hashes), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fingerprint_of(train: Split, test: Split | None) -> str:
+    """Of arrays that were brought from Python."""
+    arrays = {"images": train.images, "labels": train.labels}
+    if test is not None:
+        arrays |= {"test images": test.images, "test labels": test.labels}
+    return fingerprint({f"{key} {array.shape}": sha256(array) for key, array in arrays.items() if array is not None})
 
 
 def read(folder: Path) -> Cached:
