@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.dashboard import layout
 from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.federation.round import RoundRecord, Update
@@ -74,6 +75,10 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
     events = EventAccumulator(str(result.folder / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("custom/loudest")) == 2
+    pages = layout(result.rows, ["loudest"])
+    assert pages["Custom"] == {"loudest": ["custom/loudest$"]}
+    assert "loudest" not in pages["Clients"]  # There it would be a chart without a curve.
+    assert "weights" in pages["Clients"]
 
 
 def test_a_callback_stops_the_run_and_its_state_outlives_the_process(tiny: list[str], tmp_path: Path) -> None:

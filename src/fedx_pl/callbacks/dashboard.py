@@ -54,6 +54,7 @@ class Dashboard(RoundCallback):
         self.evaluator, self.text, self.client_curves = evaluator, text, client_curves
         self.hparams = hparams
         self._files: dict[str, int] | None = {}  # of the last saved round, and how long they were; None: not known
+        self._custom: dict[str, None] = {}  # numbers that callbacks have added to rows, in their order
 
     def setup(self, trainer: Orchestrator) -> None:
         """Cuts off what was written after the last saved round: it comes again."""
@@ -83,8 +84,10 @@ class Dashboard(RoundCallback):
         number = record.number
         losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
         told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
+        added = [key for key in row if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)]
+        self._custom |= dict.fromkeys(added)
         if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
-            writer.layout(layout(rows))
+            writer.layout(layout(rows, list(self._custom)))
         if events:
             writer.text("events", "\n".join(f"- {event}" for event in events), number)
         self._evaluation(number, row, rows)
@@ -95,8 +98,7 @@ class Dashboard(RoundCallback):
         scalars |= {f"clients/{key}": row[key] for key in told}
         single = {"optim/lr": "lr", "privacy/epsilon": "epsilon"}
         scalars |= {tag: row[key] for tag, key in single.items() if key in row}
-        added = row.keys() - {*OWN, *HEALTH, *told}
-        scalars |= {f"custom/{key}": row[key] for key in sorted(added) if not key.startswith(OWN_KINDS)}
+        scalars |= {f"custom/{key}": row[key] for key in added}
         writer.round(number, scalars | self._system(rows))
         self._clients(number, updates)
         if self.evaluator.due(number, trainer.max_rounds)[1]:
@@ -117,12 +119,13 @@ class Dashboard(RoundCallback):
         self.writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The event files, and how long they are."""
-        return {"files": self.writer.lengths()}
+        """The event files and how long they are, and which numbers are callbacks'."""
+        return {"files": self.writer.lengths(), "custom": list(self._custom)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
         self._files = state.get("files", {})
+        self._custom = dict.fromkeys(state.get("custom", []))
 
     def _evaluation(self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         accuracies = {key: found[key] for key in found if "_top" in key}
@@ -221,15 +224,16 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
 
 
-def layout(rows: Sequence[Mapping[str, Any]]) -> Layout:
+def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Layout:
     """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
 
     Args:
         rows: of all rounds so far; not every client is in every round, so that a number may first be told late.
+        custom: what of it callbacks have added; clients tell the rest.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     losses = [key.removeprefix("loss_") for key in keys if key.startswith("loss_") and key != "loss_scale"]
-    others = [key for key in keys if key not in {*OWN, *HEALTH, "angle"} and not key.startswith(OWN_KINDS)]
+    others = [key for key in keys if key not in {*OWN, *HEALTH, "angle", *custom} and not key.startswith(OWN_KINDS)]
     told = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
     titles = {
         "drift": "Drift: how far a client went, in lengths of the global weights",
@@ -250,6 +254,7 @@ def layout(rows: Sequence[Mapping[str, Any]]) -> Layout:
             "Images of the clients that trained": ["client_images/"],
             "Clients that trained": ["clients/trained$"],
         },
+        **({"Custom": {name: [f"custom/{name}$"] for name in custom}} if custom else {}),
         "Health": {
             "Standard deviation of the features' directions": ["health/feature_std$"],
             "Uniformity: 0 is a collapse": ["health/uniformity$"],
