@@ -13,8 +13,8 @@ from rich.console import Console
 from benchmarks import engines, evaluation, overhead, report, rival, scale, training
 from benchmarks.measure import commit, machine
 from benchmarks.rounds import Setting
-from fedx_pl.config.build import resolve_device
 from fedx_pl.errors import UserError
+from fedx_pl.federation.client import resolve_device
 
 # What can be asked for, and its minutes on two cores with three repeats.
 PARTS: dict[str, tuple[Callable[[Setting], report.Part], float]] = {

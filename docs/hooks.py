@@ -28,6 +28,8 @@ from mkdocs.structure.pages import Page
 from fedx_pl import methods
 from fedx_pl.cli import main as cli
 from fedx_pl.config import compose as config
+from fedx_pl.config.schema import Config, all_keys
+from fedx_pl.methods.parameters import hyper_parameters
 
 ROOT = Path(__file__).parents[1]
 REPORT = "experiments/results/mini"
@@ -159,13 +161,13 @@ def configuration_page() -> str:
         "",
     ]
     tables: dict[str, list[tuple[str, Any, str]]] = {}
-    for key, default, text in config.all_keys():
+    for key, default, text in all_keys():
         tables.setdefault(key.rpartition(".")[0], []).append((key, default, text))
     for group, rows in tables.items():
         lines += [f"### {group or 'the run'}", "", *([_purpose(group), ""] if group else []), *_table(rows), ""]
     lines += ["## Methods", ""]
     for name, method in methods.BUILT_IN.items():
-        keys = config.hyper_parameters(method).items()
+        keys = hyper_parameters(method).items()
         lines += [f"### method={name}", "", inspect.cleandoc(method.__doc__ or "").partition("\n")[0], ""]
         lines += [*_table([(f"method.{key}", default, text) for key, (_, default, text) in keys]), ""]
     return "\n".join(lines)
@@ -210,7 +212,7 @@ def _help(words: list[str]) -> str:
 
 def _purpose(group: str) -> str:
     """The first line of the docstring of a group's options."""
-    options: Any = config.Config()
+    options: Any = Config()
     for part in group.split("."):
         options = getattr(options, part)
     return inspect.cleandoc(type(options).__doc__ or "").partition("\n")[0]

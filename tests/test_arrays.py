@@ -11,7 +11,8 @@ from helpers import Watching
 from fedx_pl.cli.evaluate import evaluate_run
 from fedx_pl.cli.main import main
 from fedx_pl.config.build import assemble
-from fedx_pl.config.compose import Config, compose, load
+from fedx_pl.config.compose import compose, load
+from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.encoder.load import Encoder

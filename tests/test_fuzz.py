@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.compose import Config, compose
-from fedx_pl.config.options import PARTITIONS, PartitionOptions
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import PARTITIONS, Config, PartitionOptions, all_keys
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
@@ -30,7 +30,7 @@ CASES = int(os.environ.get("FEDX_FUZZ", "300"))
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=QUIET)
 
-KEYS = [key for key, _, _ in configuration.all_keys()]
+KEYS = [key for key, _, _ in all_keys()]
 VALUES = st.one_of(
     st.integers().map(str), st.floats().map(str), st.booleans().map(str), st.text(max_size=30),
     st.text(string.printable, max_size=20), st.sampled_from(["", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999",

@@ -12,7 +12,8 @@ from helpers import Watching
 from safetensors.torch import load_file
 
 from fedx_pl.config.build import prepare
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
 from fedx_pl.federation import checkpoint
 from fedx_pl.federation.checkpoint import Checkpoints

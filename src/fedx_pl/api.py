@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.config.build import lacks_gpu, prepare
-from fedx_pl.config.compose import compose, flat
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import flat
 from fedx_pl.trainer import Orchestrator, Result
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from fedx_pl import federate
 from fedx_pl.cli import confirm
 from fedx_pl.cli import main as cli
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config
 from fedx_pl.experiments.sweep import Sweep
 from fedx_pl.federation import estimate
 

@@ -13,11 +13,13 @@ from torch import nn
 from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
 from fedx_pl.config import registry
 from fedx_pl.config.build import build_model
-from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, all_keys, choices, compose, hyper_parameters, load
+from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, choices, compose, load
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import all_keys
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import load_experiment
 from fedx_pl.experiments.results import match, read_results
+from fedx_pl.methods.parameters import hyper_parameters
 
 
 def test_the_defaults_are_the_paper_s() -> None:

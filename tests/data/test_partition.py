@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedx_pl.config.options import PartitionOptions
+from fedx_pl.config.schema import PartitionOptions
 from fedx_pl.data import dealing, split_file
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.errors import UserError

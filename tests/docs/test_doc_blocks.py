@@ -24,8 +24,10 @@ from safetensors.torch import save_file
 from fedx_pl import api, backbones, methods
 from fedx_pl.cli import main as cli
 from fedx_pl.cli.evaluate import KINDS
-from fedx_pl.config.compose import Config, all_keys, compose, hyper_parameters
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.errors import UserError
+from fedx_pl.methods.parameters import hyper_parameters
 
 pytestmark = pytest.mark.xdist_group("docs")
 OTHER_PROGRAMS = ("cd", "export", "git", "python", "python3", "ray")  # Of which nothing is checked.

@@ -12,8 +12,9 @@ from doc_blocks import ROOT
 from helpers import PATIENCE
 
 import fedx_pl
-from fedx_pl.config.compose import all_keys, hyper_parameters
+from fedx_pl.config.schema import all_keys
 from fedx_pl.methods import BUILT_IN
+from fedx_pl.methods.parameters import hyper_parameters
 
 pytest.importorskip("mkdocs", reason="needs MkDocs: pip install -e '.[docs]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docs")]

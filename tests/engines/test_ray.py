@@ -22,7 +22,8 @@ from test_trainer import same, weights
 
 from fedx_pl.cli.main import EXIT_INTERRUPTED, main
 from fedx_pl.config.build import Plan, prepare
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config
 from fedx_pl.engines import Lost, Watcher
 from fedx_pl.engines.base import MemoryOf
 from fedx_pl.engines.local import SerialEngine

@@ -19,8 +19,9 @@ from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
 from rich.console import Console
 
 from fedx_pl.cli.main import main
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
 from fedx_pl.experiments.sweep import Job, Sweep, places

@@ -19,7 +19,7 @@ from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
 from fedx_pl.federation.round import GlobalState, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
-from fedx_pl.methods.base import OptimOptions
+from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.mixins import wrap
 from fedx_pl.trainer import Orchestrator
 

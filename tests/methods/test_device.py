@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fedx_pl import FedXMixin, FedXOptions, SSLMethod, Views
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.methods import BUILT_IN
-from fedx_pl.methods.base import OptimOptions
+from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.mixins import wrap
 from fedx_pl.mixins.relation_queue import RelationQueue
 

@@ -15,7 +15,8 @@ from helpers import THREADS
 from PIL import Image
 from safetensors.torch import load_file
 
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory
 from fedx_pl.methods.base import State

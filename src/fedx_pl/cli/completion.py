@@ -18,8 +18,10 @@ from string import Template
 from fedx_pl import __version__, methods
 from fedx_pl.cli.parser import SHELLS, data_sets, make_parser
 from fedx_pl.config import compose as configuration
+from fedx_pl.config.schema import all_keys
 from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.experiments.definition import definitions_folder
+from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS
 
 # The sections whose keys a command takes: empty for all.
@@ -59,9 +61,9 @@ def script(shell: str) -> str:
 
 def keys() -> dict[str, str]:
     """All keys with their help; methods' own ones, too."""
-    found = {key: text for key, _, text in configuration.all_keys()}
+    found = {key: text for key, _, text in all_keys()}
     for method in methods.BUILT_IN.values():
-        found |= {f"method.{key}": text for key, (_, _, text) in configuration.hyper_parameters(method).items()}
+        found |= {f"method.{key}": text for key, (_, _, text) in hyper_parameters(method).items()}
     return found
 
 
@@ -70,7 +72,7 @@ def values() -> list[str]:
     found = [f"{group}={choice}" for group in configuration.GROUPS for choice in configuration.choices(group)]
     pairs = [(data, method) for data in configuration.choices("data") for method in configuration.choices("method")]
     found += ["profile=auto", *(f"experiment={d}-{m}{fedx}" for d, m in pairs for fedx in ("", "-fedx"))]
-    switches = [*MIXINS, *(key for key, default, _ in configuration.all_keys() if isinstance(default, bool))]
+    switches = [*MIXINS, *(key for key, default, _ in all_keys() if isinstance(default, bool))]
     return found + [f"{key}={value}" for key in switches for value in ("true", "false")]
 
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from fedx_pl.callbacks import progress
 from fedx_pl.cli.summary import evaluations
 from fedx_pl.config.build import Plan, assemble, prepare
-from fedx_pl.config.compose import Config, compose, load
+from fedx_pl.config.compose import compose, load
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import Config
 from fedx_pl.data import split_file
 from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.errors import UserError

@@ -19,8 +19,8 @@ from fedx_pl.cli.summary import summary
 from fedx_pl.config import build as planning
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import Plan
-from fedx_pl.config.compose import Config
 from fedx_pl.config.describe import announcement
+from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.engines import Watcher

@@ -13,8 +13,9 @@ import torch
 from fedx_pl import backbones
 from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.config.compose import Config, compose, flat, from_tree, load
+from fedx_pl.config.compose import compose, from_tree, load
 from fedx_pl.config.registry import find_callback, find_method
+from fedx_pl.config.schema import Config, flat
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore, batches_of
@@ -25,7 +26,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import Evaluator
 from fedx_pl.federation import estimate, privacy, regularizers
 from fedx_pl.federation.allocator import keep_freed_memory
-from fedx_pl.federation.client import LocalTrainer, resolve_precision
+from fedx_pl.federation.client import LocalTrainer, resolve_device, resolve_precision
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.federation.run_folder import RunSettings
 from fedx_pl.files import size_of
@@ -371,14 +372,3 @@ def lacks_gpu(config: Config) -> bool:
     """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
     elsewhere = config.engine.name == "ray" and bool(config.engine.address)
     return config.profile == "paper" and not elsewhere and resolve_device(config.run.device).type == "cpu"
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto``: the GPU if there is one."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
-        )
-    # With its number: Lightning selects the GPU by it.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

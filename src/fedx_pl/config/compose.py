@@ -1,4 +1,4 @@
-"""The configuration of a run: typed, composed from small files, validated, then frozen.
+"""Composes the configuration of a run from small files and overrides.
 
     compose(["data=cifar10", "method=byol", "fedx=true", "federation.rounds=20"])
 
@@ -11,15 +11,11 @@ if nothing is said: ``paper`` with a GPU, ``cpu`` without; ``method`` is a class
 Keys end at the first ``=`` and values are taken as they are (lists as YAML), so that paths may hold any character.
 """
 
-import copy
 import dataclasses
-import hashlib
-import json
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from functools import cache, cached_property, partial, reduce
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,157 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
-from fedx_pl.backbones import BackboneOptions
-from fedx_pl.callbacks.health import HealthOptions
-from fedx_pl.config.options import FederationOptions, PartitionOptions, RunOptions
 from fedx_pl.config.registry import find_method
-from fedx_pl.data.augment import AugmentOptions
-from fedx_pl.data.images import RESIZED, DataOptions
-from fedx_pl.engines import EngineOptions
+from fedx_pl.config.schema import Config, frozen, schema_of
+from fedx_pl.data.images import RESIZED
 from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
-from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import PRESETS
-from fedx_pl.federation.aggregate import AggregateOptions
-from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import RegularizerOptions
-from fedx_pl.methods.base import OptimOptions
-from fedx_pl.methods.parameters import hyper_parameters
-from fedx_pl.mixins import MIXINS, FedCAOptions, FedXOptions, MoonOptions
+from fedx_pl.mixins import MIXINS
 
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
-
-
-@dataclass(frozen=True)
-class MethodOptions:
-    """Which method; `compose` adds the method's own hyper-parameters as further fields."""
-
-    name: str = field(default="simclr", metadata={"help": "short: method=NAME"})
-
-
-@dataclass(frozen=True)
-class Config:
-    """A whole run."""
-
-    name: str = field(default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"})
-    seed: int = field(default=0, metadata={"help": "all randomness derives from it"})
-    fork: str = field(default="", metadata={"help": "a run folder: start from its weights (short: --fork RUN)"})
-    profile: str = field(default="paper", metadata={"help": "the choice made for this group"})
-    recipe: str = field(default="paper", metadata={"help": "the choice made for this group"})
-    data: DataOptions = field(default_factory=DataOptions)
-    partition: PartitionOptions = field(default_factory=PartitionOptions)
-    augment: AugmentOptions = field(default_factory=AugmentOptions)
-    backbone: BackboneOptions = field(default_factory=BackboneOptions)
-    method: MethodOptions = field(default_factory=MethodOptions)
-    fedx: FedXOptions = field(default_factory=FedXOptions)
-    moon: MoonOptions = field(default_factory=MoonOptions)
-    fedca: FedCAOptions = field(default_factory=FedCAOptions)
-    regularizer: RegularizerOptions = field(default_factory=RegularizerOptions)
-    aggregate: AggregateOptions = field(default_factory=AggregateOptions)
-    privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
-    optim: OptimOptions = field(default_factory=OptimOptions)
-    federation: FederationOptions = field(default_factory=FederationOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    health: HealthOptions = field(default_factory=HealthOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    run: RunOptions = field(default_factory=RunOptions)
-    callbacks: list[str] = field(
-        default_factory=list, metadata={"help": "round callbacks of your own, e.g. [package.module:Class]"}
-    )
-
-    def __post_init__(self) -> None:
-        self.aggregate.require_possible(self.federation.min_clients)
-        if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
-            raise UserError(
-                f"fedx.relation_size={self.fedx.relation_size} leaves nothing of "
-                f"optim.batch_size={self.optim.batch_size}; type fedx.relation_size={self.optim.batch_size // 2}"
-            )
-
-    @property
-    def method_options(self) -> dict[str, Any]:
-        """Keyword arguments of the method."""
-        return {key: value for key, value in dataclasses.asdict(self.method).items() if key != "name"}
-
-    @property
-    def relation_size(self) -> int:
-        """Images in the relation batch, if the method asks for one."""
-        return self.fedx.reserved(self.optim.batch_size)
-
-    def content(self) -> dict[str, Any]:
-        """What decides the result: all keys but where things are and how the run is carried out."""
-        content = dataclasses.asdict(self)
-        del content["run"], content["engine"], content["health"], content["callbacks"]
-        del content["aggregate"]["quarantine"]  # A client that was mended is asked again by another value.
-        for place in ("cache", "download", "workers"):
-            del content["data"][place]
-        content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
-        content["fork"] = Path(self.fork).name
-        # For a folder the root says which images, for the others only where they lie.
-        if self.data.name != "folder":
-            del content["data"]["root"]
-        if self.data.name not in RESIZED:
-            del content["data"]["image_size"]
-        return content
-
-    @cached_property
-    def hash(self) -> str:
-        """Eight digits that tell two results apart.
-
-        Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
-        default does not show in it; those who go by the hash compare the whole `content` as well.
-        """
-        return hashlib.sha256(json.dumps(self.non_defaults(), sort_keys=True).encode()).hexdigest()[:8]
-
-    def non_defaults(self) -> dict[str, Any]:
-        """What differs from the defaults, and the method's name, by dotted key."""
-        usual, content = _usual(self.method.name), flat(self.content())
-        if self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
-            content["data.image_size"] = 64  # They once set it for all data sets: runs keep their names.
-        return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
-
-    def hparams(self) -> dict[str, float | str]:
-        """What runs are compared by, and whatever else is not as usual.
-
-        TensorBoard shows the first five by alphabet, capitals first.
-        """
-        main = {
-            "Data": self.data.name,
-            "FedX": self.fedx.enabled,
-            "Method": self.method.name,
-            "Rounds": self.federation.rounds,
-            "Seed": self.seed,
-        }
-        told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
-        rest = {key: value for key, value in self.non_defaults().items() if key not in told}
-        return {key: _shown(value) for key, value in {**main, **rest}.items()}
-
-    @property
-    def run_name(self) -> str:
-        """Of this run's folder and of its result."""
-        return f"{self.name}-s{self.seed}-{self.hash}"
-
-    @property
-    def run_folder(self) -> Path:
-        """Where this run lives."""
-        return Path(self.run.dir) if self.run.dir else Path(self.run.root) / self.run_name
-
-    def to_yaml(self) -> str:
-        """The resolved configuration; `load` reads it back."""
-        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
-
-
-def _shown(value: Any) -> float | str:
-    """As TensorBoard can take it; true it would show as 1."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, int | float) else str(value)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys and values."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 GROUPS = ("data", "method", "recipe", "profile")
@@ -225,7 +78,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     if chosen["profile"] == "auto":
         chosen["profile"] = "paper" if torch.cuda.is_available() else "cpu"
 
-    schema = _schema(chosen["method"])
+    schema = schema_of(chosen["method"])
     for group in FILE_GROUPS:
         schema = _merge(schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml")
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
@@ -242,7 +95,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         schema.data.image_size = 0  # Profiles set it for those that have it.
     if not schema.name:
         schema.name = _default_name(schema)
-    return _frozen(schema)
+    return frozen(schema)
 
 
 def _experiment(name: str) -> tuple[str, str, str]:
@@ -294,51 +147,10 @@ def from_tree(tree: Any, source: str) -> Config:
         source: where it is from, for people.
     """
     try:
-        schema = _schema(tree["method"]["name"])
+        schema = schema_of(tree["method"]["name"])
     except (TypeError, KeyError) as error:
         raise UserError(f"{source} is not a readable run configuration ({error})") from error
-    return _frozen(_merge(schema, _plain(tree), source))
-
-
-def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """All keys of the schema as (dotted name, default, help), for ``--help``; a method's own are not among them."""
-    for item in dataclasses.fields(config_class):
-        default = getattr(config_class(), item.name)
-        if dataclasses.is_dataclass(default):
-            yield from all_keys(type(default), f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, default, item.metadata.get("help", "")
-
-
-def _schema(method_name: str) -> DictConfig:
-    """The typed tree of all keys, with the method's hyper-parameters in their place; a new one each time."""
-    return copy.deepcopy(_prototype(method_name))
-
-
-@cache
-def _prototype(method_name: str) -> DictConfig:
-    own: list[Any] = [("name", str, field(default=method_name))]
-    for key, (hint, default, _) in hyper_parameters(find_method(method_name)).items():
-        many = isinstance(default, list | tuple)
-        own.append((key, hint, field(default_factory=partial(list, default)) if many else field(default=default)))
-    options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)
-    whole = [("method", options, field(default_factory=options))]
-    return _unlocked(OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True)))
-
-
-@cache
-def _usual(method_name: str) -> dict[str, Any]:
-    """The defaults as dotted keys and values."""
-    return {"data.image_size": 0} | flat(_frozen(_schema(method_name)).content())
-
-
-def _frozen(schema: DictConfig) -> Config:
-    try:
-        config = OmegaConf.to_object(schema)
-    except OmegaConfBaseException as error:  # Some values are looked at only now.
-        raise UserError(f"wrong value for {error.full_key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, Config)
-    return config
+    return frozen(_merge(schema, _plain(tree), source))
 
 
 def _read_choice(group: str, choice: str) -> dict[str, Any]:
@@ -403,15 +215,6 @@ def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
         if isinstance(child, DictConfig):
             found += _all_keys(child, f"{prefix}{key}.")
     return found
-
-
-def _unlocked(node: DictConfig) -> DictConfig:
-    """OmegaConf makes nodes of frozen dataclasses read-only; composing needs to write."""
-    OmegaConf.set_readonly(node, False)
-    for key in node:
-        if isinstance(child := node._get_node(key), DictConfig):
-            _unlocked(child)
-    return node
 
 
 def _default_name(schema: DictConfig) -> str:

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from fedx_pl.callbacks.progress import duration
 from fedx_pl.config.build import Plan
-from fedx_pl.config.compose import Config
+from fedx_pl.config.schema import Config
 from fedx_pl.files import size_of
 from fedx_pl.methods import BUILT_IN
 

@@ -3,7 +3,9 @@
 from fedx_pl import methods
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import all_keys
 from fedx_pl.errors import UserError
+from fedx_pl.methods.parameters import hyper_parameters
 
 
 def key_reference(method_name: str = "") -> str:
@@ -19,7 +21,7 @@ def key_reference(method_name: str = "") -> str:
         lines.append(f"  {group}={' | '.join(configuration.choices(group))}{auto}{own}")
     lines += ["  fedx=true | false", ""]
     lines += ["keys (key=value) and the paper's defaults; without a GPU, profile=cpu has others:"]
-    lines += [_key_line(key, default, text) for key, default, text in configuration.all_keys()]
+    lines += [_key_line(key, default, text) for key, default, text in all_keys()]
     listed = dict(methods.BUILT_IN)
     try:
         listed |= {method_name: find_method(method_name)} if method_name else {}
@@ -27,7 +29,7 @@ def key_reference(method_name: str = "") -> str:
         lines += ["", f"error: {error}"]
     for name, method in listed.items():
         lines += ["", f"keys of method={name}:"]
-        for key, (_, default, text) in configuration.hyper_parameters(method).items():
+        for key, (_, default, text) in hyper_parameters(method).items():
             lines.append(_key_line(f"method.{key}", default, text))
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchvision.models.resnet import ResNet
 
-from fedx_pl.config.compose import Config
+from fedx_pl.config.schema import Config
 from fedx_pl.encoder.load import Encoder, read_config
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.files import tensor_bytes, write_atomically

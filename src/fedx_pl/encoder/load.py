@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fedx_pl import backbones
 from fedx_pl.config.build import build_model
-from fedx_pl.config.compose import Config, from_tree, load
+from fedx_pl.config.compose import from_tree, load
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import Config
 from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
 from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode

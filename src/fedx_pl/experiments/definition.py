@@ -23,7 +23,8 @@ from typing import Any
 
 import yaml
 
-from fedx_pl.config.compose import Config, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError, known_names
 from fedx_pl.evaluation.evaluate import KINDS
 

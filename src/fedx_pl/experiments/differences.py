@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.config.compose import Config, all_keys, compose
+from fedx_pl.config.compose import compose
+from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.experiments.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
 from fedx_pl.experiments.results import Runs, configured, settings
 from fedx_pl.experiments.tables import Paper

@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.config.compose import Config, compose, flat, former_labels
+from fedx_pl.config.compose import compose, former_labels
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import Config, flat
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.provenance import foreign_code

@@ -25,8 +25,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from fedx_pl.callbacks.progress import QUIET_SECONDS, duration, is_live
-from fedx_pl.config.compose import Config, compose, load
+from fedx_pl.config.compose import compose, load
 from fedx_pl.config.registry import find_method
+from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.evaluate import KINDS
 from fedx_pl.experiments.definition import Experiment

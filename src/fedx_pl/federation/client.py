@@ -256,3 +256,14 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "32-true"
     return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``: the GPU if there is one."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
+        )
+    # With its number: Lightning selects the GPU by it.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -13,9 +13,8 @@ Hyper-parameters are the arguments of ``__init__`` that have a default: the comm
 types (``method.embed_dim=128``).
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 import pytorch_lightning as pl
@@ -24,6 +23,7 @@ from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
 from fedx_pl.errors import UserError, require
+from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.provenance import loaded_code
 
 State = dict[str, Tensor]
@@ -150,38 +150,6 @@ class LocalRound:
     epochs_before: int  # local epochs this client has trained in earlier rounds
     seed: int
     data: LocalData
-
-
-@dataclass(frozen=True)
-class OptimOptions:
-    """SGD, new at every round as in the paper."""
-
-    batch_size: int = field(
-        default=128, metadata={"help": "images per step; with FedX half of them (fedx.relation_size) are not in B"}
-    )
-    lr: float = field(default=0.01, metadata={"help": "learning rate"})
-    momentum: float = field(default=0.9, metadata={"help": "SGD momentum"})
-    weight_decay: float = field(default=1e-5, metadata={"help": "SGD weight decay"})
-    schedule: str = field(default="constant", metadata={"help": "constant | cosine over the rounds"})
-    precision: str = field(default="auto", metadata={"help": "auto | 32-true | bf16-mixed | 16-mixed"})
-
-    def __post_init__(self) -> None:
-        require("optim.batch_size", self.batch_size, self.batch_size >= 2, "optim.batch_size=2 or more")
-        require("optim.lr", self.lr, 0 < self.lr < math.inf, "a positive number; the paper's is optim.lr=0.01")
-        require("optim.momentum", self.momentum, 0 <= self.momentum < 1, "optim.momentum=0.9")
-        require("optim.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "optim.weight_decay=1e-5")
-        known = self.schedule in ("constant", "cosine")
-        require("optim.schedule", self.schedule, known, "optim.schedule=constant or cosine")
-        known = self.precision in ("auto", "32-true", "bf16-mixed", "16-mixed")
-        require("optim.precision", self.precision, known, "auto, 32-true, bf16-mixed or 16-mixed")
-
-    def lr_at(self, round_number: int, rounds: int) -> float:
-        """Learning rate of a round (1-based): a whole round shares one value."""
-        return (
-            self.lr
-            if self.schedule == "constant"
-            else self.lr * (1 + math.cos(math.pi * (round_number - 1) / rounds)) / 2
-        )
 
 
 class SSLMethod(pl.LightningModule):

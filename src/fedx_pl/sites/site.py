@@ -22,7 +22,7 @@ from safetensors.torch import load
 
 from fedx_pl.config import build as planning
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.compose import Config
+from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
