@@ -14,7 +14,7 @@ from benchmarks import engines, evaluation, overhead, report, rival, scale, trai
 from benchmarks.measure import commit, machine
 from benchmarks.rounds import Setting
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import resolve_device
+from fedx_pl.federation.device import resolve_device
 
 # What can be asked for, and its minutes on two cores with three repeats.
 PARTS: dict[str, tuple[Callable[[Setting], report.Part], float]] = {

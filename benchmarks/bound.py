@@ -6,40 +6,42 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import matmul_dtype
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run
+from fedx_pl.federation.device import resolve_precision
 from fedx_pl.mixins.fedx import FedXMixin
 from fedx_pl.mixins.teacher import Frozen
 
 
 class Bound:
-    """What the hardware allows for a plan's training: no data, no augmentation, no loss, no optimiser, no Trainer.
+    """What the hardware allows for a run's training: no data, no augmentation, no loss, no optimiser, no Trainer.
 
-    The student's network sees as many images as in the plan's steps, ``2 B + B_r``. With FedX its head ``h`` sees the
+    The student's network sees as many images as in the run's steps, ``2 B + B_r``. With FedX its head ``h`` sees the
     ``2 B``, and a frozen copy in eval mode what ``F`` has to see, ``B + B_r``. Without a relation batch (plain, queue)
     ``B_r`` is 0.
     """
 
-    def __init__(self, plan: Plan, steps: int) -> None:
+    def __init__(self, run: Run, steps: int) -> None:
         """Makes networks and inputs.
 
         Args:
-            plan: whose network, batch sizes, device and precision count.
+            run: whose network, batch sizes, device and precision count.
             steps: forward and backward passes of one call.
         """
-        data = plan.client_data(0, round_number=1)
+        device, data = run.trainer.device, run.trainer.client_data(0, round_number=1)
         self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
-        network = nn.Sequential(plan.model.backbone, plan.model.projector)
-        self.student = _own(network, plan.device).train()
+        network = nn.Sequential(run.model.backbone, run.model.projector)
+        self.student = _own(network, device).train()
         self.teacher: Frozen | None = None
         self.head: nn.Module | None = None
-        if isinstance(plan.model, FedXMixin):
+        if isinstance(run.model, FedXMixin):
             self.teacher = Frozen()  # Folded like ours: a slower one would be no bound.
-            self.teacher.refresh(_own(network, plan.device))
-            self.head = _own(plan.model.fedx_head, plan.device).train()
+            self.teacher.refresh(_own(network, device))
+            self.head = _own(run.model.fedx_head, device).train()
         shape = next(data.epoch(0)).first.shape[1:]
-        self.x = _images(2 * self.batch + relation, shape, plan.device)
+        self.x = _images(2 * self.batch + relation, shape, device)
         self.seen_by_teacher = self.x[: self.batch + relation]
-        self.steps, self.precision, self.device = steps, plan.precision, plan.device
+        self.steps, self.device = steps, device
+        self.precision = resolve_precision(run.trainer.precision, device)
 
     def step(self) -> None:
         """One pass forward and backward."""

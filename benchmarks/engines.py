@@ -10,28 +10,29 @@ import torch
 from benchmarks.measure import Lap, best, interleave
 from benchmarks.overhead import _NOTHING
 from benchmarks.report import Part, Row
-from benchmarks.rounds import Setting, Silent, backbone, images_of, variant
-from fedx_pl.config.build import Plan
+from benchmarks.rounds import Setting, backbone, images_of, variant
+from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.config.build import Run
 from fedx_pl.engines import Engine, Lost
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine, import_ray, usable_cores
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.round import RoundContext
+from fedx_pl.trainer import FederatedTrainer
 
 WORKERS = 2
 
 
 @dataclass
-class Speaking(Silent):
+class Speaking(RoundCallback):
     """Ray's announcements are no reason to stop."""
 
-    setting: Setting | None = None
+    setting: Setting
 
-    def note(self, text: str) -> None:
+    def on_note(self, trainer: FederatedTrainer, text: str) -> None:
         """Passes it on."""
-        if self.setting:
-            self.setting.say(text)
+        self.setting.say(text)
 
 
 def measure(setting: Setting) -> Part:
@@ -54,18 +55,18 @@ def measure(setting: Setting) -> Part:
 def _training(setting: Setting, part: Part) -> None:
     """FedX on SimCLR as in the cpu profile, but with the paper's ten clients: five divide badly by two."""
     size = [f"data.limit={setting.few(2500, 320)}", f"federation.clients={setting.few(10, 4)}", "federation.epochs=1"]
-    plan = _plan(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
-    cores, images = usable_cores(), images_of(plan)
-    serial, started = SerialEngine(plan, Silent()), time.perf_counter()
-    with closing(RayEngine(plan, Speaking(setting=setting))) as ray:
-        _round(ray, plan, threads=1)  # Waits for the workers.
+    run = _build(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
+    cores, images = usable_cores(), images_of(run)
+    serial, started = SerialEngine(run.trainer), time.perf_counter()
+    with closing(RayEngine(run.trainer, run.config.engine)) as ray:
+        _round(ray, threads=1)  # Waits for the workers.
         part.facts["seconds to the end of a first round, with the start of Ray"] = time.perf_counter() - started
         names = f"Ray, {WORKERS} workers x {ray.sizes.threads}", f"serial, {cores} threads", "serial, 1 thread"
         times = interleave(
             {
-                names[0]: lambda: Lap(images, _round(ray, plan, threads=1)),
-                names[1]: lambda: Lap(images, _round(serial, plan, threads=cores)),
-                names[2]: lambda: Lap(images, _round(serial, plan, threads=1)),
+                names[0]: lambda: Lap(images, _round(ray, threads=1)),
+                names[1]: lambda: Lap(images, _round(serial, threads=cores)),
+                names[2]: lambda: Lap(images, _round(serial, threads=1)),
             },
             setting.repeats,
             device=setting.device,
@@ -86,17 +87,17 @@ def _training(setting: Setting, part: Part) -> None:
 def _overhead(setting: Setting, part: Part) -> None:
     """Many clients whose training costs nothing: the wall time of each, with the two workers side by side."""
     clients = setting.few(100, 8)
-    plan = _plan(
+    run = _build(
         setting, "method=benchmarks.methods:EmptySimCLR", *_NOTHING, *backbone("thin"), f"data.limit={2 * clients}",
         f"federation.clients={clients}",
     )  # fmt: skip
-    serial = SerialEngine(plan, Silent())
-    with closing(RayEngine(plan, Speaking(setting=setting))) as ray:
-        _round(ray, plan, threads=1)
+    serial = SerialEngine(run.trainer)
+    with closing(RayEngine(run.trainer, run.config.engine)) as ray:
+        _round(ray, threads=1)
         contenders: dict[str, Engine] = {"Ray, empty clients": ray, "serial, empty clients": serial}
         times = interleave(
             {
-                name: lambda engine=engine: Lap(clients, _round(engine, plan, threads=1))  # type: ignore[misc]
+                name: lambda engine=engine: Lap(clients, _round(engine, threads=1))  # type: ignore[misc]
                 for name, engine in contenders.items()
             },
             setting.repeats,
@@ -108,25 +109,28 @@ def _overhead(setting: Setting, part: Part) -> None:
     part.notes.append(f"overhead per client in one process, for comparison: {1e3 * alone:.1f} ms")
 
 
-def _plan(setting: Setting, *overrides: str) -> Plan:
+def _build(setting: Setting, *overrides: str) -> Run:
     share = ["engine.gpus_per_worker=0.5"] if setting.device.type == "cuda" else []
-    return setting.plan(*overrides, f"engine.workers={WORKERS}", *share)
+    run = setting.build(*overrides, f"engine.workers={WORKERS}", *share)
+    run.trainer.callbacks = [Speaking(setting)]  # All that an engine tells goes there.
+    return run
 
 
-def _round(engine: Engine, plan: Plan, threads: int) -> float:
+def _round(engine: Engine, threads: int) -> float:
     """Seconds of one round's training and averaging."""
     torch.set_num_threads(threads)
-    config, state = plan.config, plan.first_state().to(plan.device)
+    trainer = engine.trainer
+    state = trainer.first_state().to(trainer.device)
     context = RoundContext(
         round=1,
         rounds=1,
-        epochs=config.federation.epochs,
-        seed=config.seed,
+        epochs=trainer.local_epochs,
+        seed=trainer.seed,
         global_state=state,
-        batchnorm=config.federation.batchnorm,
+        batchnorm=trainer.batchnorm,
     )
     started, average = time.perf_counter(), FedAvg(state.tensors())
-    for update in engine.run(context, range(len(plan.clients)), lambda client: None):
+    for update in engine.run(context, range(trainer.datamodule.num_clients), lambda client: None):
         if isinstance(update, Lost):
             raise RuntimeError(update.reason)  # It would make the times meaningless.
         average.add(update.state.tensors(), update.num_images)

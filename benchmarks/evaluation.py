@@ -9,7 +9,7 @@ from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, images_of, variant, whole_round
 from fedx_pl import backbones
 from fedx_pl.backbones import BackboneOptions
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
@@ -21,8 +21,8 @@ def whole(setting: Setting) -> Part:
     size = [f"data.limit={images}", f"data.test_limit={images}", "federation.clients=5", "federation.rounds=1"]
     size += ["federation.epochs=1", f"evaluation.linear.epochs={epochs}"]
     fedx = [name for name in VARIANTS if name != "plain"]
-    plans = {name: setting.plan(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True) for name in fedx}
-    rival, test = reference.Reference(plans["FedX"]), plans["FedX"].data.test
+    runs = {name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True) for name in fedx}
+    rival, test = reference.Reference(runs["FedX"]), runs["FedX"].data.images.test
     assert test is not None
     accuracies: list[float] = []
 
@@ -32,11 +32,11 @@ def whole(setting: Setting) -> Part:
         return seen
 
     contenders: dict[str, Contender] = {"reference": as_usual(run_reference)}
-    contenders |= {name: lambda plan=plan: whole_round(plan) for name, plan in plans.items()}  # type: ignore[misc]
+    contenders |= {name: lambda run=run: whole_round(run) for name, run in runs.items()}  # type: ignore[misc]
     # Minutes each: two repeats are enough where the ratio is large.
     times = interleave(contenders, min(setting.repeats, 2), device=setting.device, say=setting.say)
     seconds = best(times)
-    per_round = {name: per_image * images_of(plans["FedX"]) for name, per_image in seconds.items()}
+    per_round = {name: per_image * images_of(runs["FedX"]) for name, per_image in seconds.items()}
     rows = [
         Row("whole round against reference", seconds["reference"] / seconds["FedX"]),
         Row("whole round, queue, against reference", seconds["reference"] / seconds["FedX queue"]),
@@ -49,10 +49,10 @@ def probe(setting: Setting) -> Part:
     """The linear probe of both on the same 512 features of an untrained network."""
     count, epochs = setting.few(10_000, 500), setting.few(100, 5)
     sizes = [f"data.limit={count}", f"data.test_limit={count}"]
-    plan = setting.plan(*variant("plain", batch=64), *backbone("thin"), *sizes, evaluate=True)
+    run = setting.build(*variant("plain", batch=64), *backbone("thin"), *sizes, evaluate=True)
     setting.say("extracting features")
-    sets = features(plan)
-    classes = len(plan.data.classes)
+    sets = features(run)
+    classes = len(run.data.images.classes)
     accuracies: dict[str, list[float]] = {"reference": [], "ours": []}
     on_cpu = [tensor.cpu() for tensor in sets]
 
@@ -84,23 +84,24 @@ def probe(setting: Setting) -> Part:
     return Part(rows, times, table, {"linear top-1": accuracies})
 
 
-def features(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def features(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(N, 512) features and (N,) labels of the train, then of the test images.
 
     The network is untrained, but BatchNorm has seen images: enough for a linear probe to be far above chance.
     """
+    device, images, plain = run.trainer.device, run.data.images, run.data.augment.plain
     torch.manual_seed(0)
     # 512 features at an eighth of ResNet-18's price.
     network = backbones.build(BackboneOptions("resnet10", width=64, stem="half"), channels=3, image_size=32)
-    network = network.to(plan.device).to(memory_format=torch.channels_last).train()
+    network = network.to(device).to(memory_format=torch.channels_last).train()
     with torch.no_grad():
         for _ in range(5):
-            network(plan.augment.plain(torch.from_numpy(plan.data.train.images[:500]).to(plan.device)))
+            network(plain(torch.from_numpy(images.train.images[:500]).to(device)))
 
     def of(split: Split | None) -> tuple[Tensor, Tensor]:
         assert split is not None
         assert split.labels is not None
-        labels = torch.from_numpy(split.labels).to(plan.device)
-        return extract(network, split.images, plan.augment.plain), labels
+        labels = torch.from_numpy(split.labels).to(device)
+        return extract(network, split.images, plain), labels
 
-    return (*of(plan.data.train), *of(plan.data.test))
+    return (*of(images.train), *of(images.test))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import transforms
 
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.losses import nt_xent, relational
 from fedx_pl.methods.base import SSLMethod
@@ -80,19 +80,19 @@ class PilImages(Dataset):
 class Reference:
     """A federation of resident models; call it for one round of one local epoch."""
 
-    def __init__(self, plan: Plan) -> None:
-        """Starts from a plan's weights, images, split and batch sizes; nothing else of the plan is used.
+    def __init__(self, run: Run) -> None:
+        """Starts from a run's weights, images, split and batch sizes; nothing else of the run is used.
 
         Args:
-            plan: of FedX on SimCLR with the default relation.
+            run: of FedX on SimCLR with the default relation.
         """
-        self.split, self.rows, self.device = plan.data.train, plan.clients, plan.device
-        self.server = Network(plan.model).to(plan.device)
-        self.clients = [copy.deepcopy(self.server) for _ in plan.clients]
-        data, options = plan.client_data(0, round_number=1), plan.augment.options
+        self.split, self.rows, self.device = run.data.images.train, run.data.clients, run.trainer.device
+        self.server = Network(run.model).to(self.device)
+        self.clients = [copy.deepcopy(self.server) for _ in self.rows]
+        data, augment = run.trainer.client_data(0, round_number=1), run.data.augment
         self.batch, self.relation = data.views_size, data.relation_size
-        side = self.split.images.shape[1]
-        self.to_tensor = [transforms.ToTensor(), transforms.Normalize(plan.augment.mean, plan.augment.std)]
+        side, options = self.split.images.shape[1], augment.options
+        self.to_tensor = [transforms.ToTensor(), transforms.Normalize(augment.mean, augment.std)]
         self.augment = transforms.Compose(
             [
                 transforms.RandomCrop(side, padding=options.pad, padding_mode="reflect"),

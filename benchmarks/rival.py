@@ -19,9 +19,10 @@ from benchmarks.measure import Contender, Lap, as_usual, best, interleave, synch
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, variant
 from fedx_pl import backbones
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.device import resolve_precision
 from fedx_pl.federation.round import RoundContext
 
 BATCH = 64
@@ -31,11 +32,11 @@ AHEAD = 8  # Batches beyond the timed ones, so that loader workers are busy to t
 class LightlySimCLR(pl.LightningModule):
     """The example's module on our backbone: two forward passes, lightly's head and loss."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        side, channels = plan.data.train.images.shape[2:]
-        self.backbone = backbones.build(plan.config.backbone, channels=channels, image_size=side)
-        model = plan.model
+        side, channels = run.data.images.train.images.shape[2:]
+        self.backbone = backbones.build(run.config.backbone, channels=channels, image_size=side)
+        model = run.model
         self.projection_head = SimCLRProjectionHead(model.feature_dim, model.hidden_dim, model.embed_dim)
         self.criterion = NTXentLoss()
 
@@ -85,17 +86,18 @@ class _Clock(pl.Callback):
             self.seconds = time.perf_counter() - self._started
 
 
-def lightly(plan: Plan, steps: int, workers: int) -> Contender:
-    """The rival on a plan's images, with ``workers`` loader processes; one call is ``steps`` timed steps."""
-    module = LightlySimCLR(plan)
-    dataset = _Images(plan.data.train, SimCLRTransform(input_size=plan.data.train.images.shape[1], gaussian_blur=0.0))
+def lightly(run: Run, steps: int, workers: int) -> Contender:
+    """The rival on a run's images, with ``workers`` loader processes; one call is ``steps`` timed steps."""
+    module, device, split = LightlySimCLR(run), run.trainer.device, run.data.images.train
+    dataset = _Images(split, SimCLRTransform(input_size=split.images.shape[1], gaussian_blur=0.0))
+    precision = resolve_precision(run.trainer.precision, device)
 
-    def run() -> Lap:
-        clock = _Clock(steps + 1, plan.device)
+    def lap() -> Lap:
+        clock = _Clock(steps + 1, device)
         loader = DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers)
         trainer = pl.Trainer(
             max_steps=steps + 1, max_epochs=-1, devices=1, callbacks=[clock], logger=False, enable_checkpointing=False,
-            accelerator="gpu" if plan.device.type == "cuda" else "cpu", precision=plan.precision,  # type: ignore[arg-type]
+            accelerator="gpu" if device.type == "cuda" else "cpu", precision=precision,  # type: ignore[arg-type]
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with warnings.catch_warnings():
@@ -103,24 +105,25 @@ def lightly(plan: Plan, steps: int, workers: int) -> Contender:
             trainer.fit(module, train_dataloaders=loader)
         return Lap(steps * BATCH, clock.seconds)
 
-    return run
+    return lap
 
 
-def ours(plan: Plan) -> Contender:
+def ours(run: Run) -> Contender:
     """Local training of one client, start of the Trainer included."""
-    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision, compile=plan.config.run.compile)
+    trainer = run.trainer
+    local = LocalTrainer(run.model, device=trainer.device, precision=trainer.precision, compile=trainer.compile)
 
-    def run() -> int:
-        data = plan.client_data(0, round_number=1)
-        trainer.run(
-            RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=plan.first_state(), batchnorm="average"),
+    def lap() -> int:
+        data = trainer.client_data(0, round_number=1)
+        local.run(
+            RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=trainer.first_state(), batchnorm="average"),
             client=0,
             data=data,
             memory=None,
         )
         return len(data) * data.views_size
 
-    return run
+    return lap
 
 
 def measure(setting: Setting) -> Part:
@@ -130,8 +133,8 @@ def measure(setting: Setting) -> Part:
     for network, full in (("thin", 20), ("resnet18", 3)):
         steps = setting.few(full, 2)
         common = [*variant("plain", BATCH), *backbone(network), "recipe=strong", "federation.clients=1"]
-        mine = setting.plan(*common, f"data.limit={steps * BATCH}")
-        theirs = setting.plan(*common, f"data.limit={(steps + AHEAD) * BATCH}")
+        mine = setting.build(*common, f"data.limit={steps * BATCH}")
+        theirs = setting.build(*common, f"data.limit={(steps + AHEAD) * BATCH}")
         contenders = {f"{network}: ours": ours(mine)}
         contenders |= {f"{network}: lightly, {w} workers": as_usual(lightly(theirs, steps, w)) for w in (0, 2)}
         times = interleave(contenders, setting.repeats, device=setting.device, say=setting.say)

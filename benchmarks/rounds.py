@@ -1,4 +1,4 @@
-"""``ours`` and ``plain``: rounds as users run them, through configuration, plan, orchestrator and Trainer."""
+"""``ours`` and ``plain``: rounds as users run them: configuration, `FederatedTrainer` and Lightning's Trainer."""
 
 import tempfile
 import time
@@ -13,9 +13,11 @@ import torch
 from benchmarks.measure import Lap
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.build import Run, build, make_trainer
+from fedx_pl.engines import Engine
+from fedx_pl.federation.estimate import steps_of
 from fedx_pl.federation.round import RoundRecord, Update
-from fedx_pl.trainer import Orchestrator
+from fedx_pl.trainer import FederatedTrainer
 
 # With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size counts B_r too.
 VARIANTS = {
@@ -52,17 +54,18 @@ class Setting:
     overrides: tuple[str, ...] = ()  # for everything of ours, e.g. data.root=... or run.compile=true
     say: Callable[[str], None] = lambda line: None
 
-    def plan(self, *overrides: str, evaluate: bool = False) -> Plan:
+    def build(self, *overrides: str, evaluate: bool = False) -> Run:
         """A run on CIFAR-10, ready to start; without ``evaluate`` it has no test images, so nothing is measured."""
         common = (
             "data=cifar10", "profile=paper", "partition.kind=iid", f"run.device={self.device}", "run.resume=never",
         )  # fmt: skip
         config = configuration.compose([*common, *overrides, *self.overrides])
-        plan = prepare(config, report=lambda line: None)
+        run = build(config, report=lambda line: None)
         if not evaluate:
-            plan = replace(plan, data=replace(plan.data, test=None))
-        settle(plan)
-        return plan
+            run.data.images = replace(run.data.images, test=None)
+            run.trainer.attach(run.model, run.data)  # Its evaluator holds the images, too.
+        settle(run)
+        return run
 
     def few(self, full: int, quick: int) -> int:
         """A size, by whether this is a smoke run."""
@@ -76,67 +79,64 @@ class Silent(RoundCallback):
     clients: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
 
-    def step(self, count: int = 1) -> None:
-        """Is what an engine alone calls."""
-
-    def working(self, worker: str, client: int | None) -> None:
-        """Is what an engine alone calls."""
-
-    def note(self, text: str) -> None:
+    def on_note(self, trainer: FederatedTrainer, text: str) -> None:
         """A dropped update would make the times meaningless."""
         raise RuntimeError(text)
 
-    def on_note(self, trainer: Orchestrator, text: str) -> None:
-        """Does the same within a run."""
-        self.note(text)
-
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """The untrained network is measured."""
         self.rounds.append(time.perf_counter())
 
-    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
         """A client is done."""
         self.clients.append(time.perf_counter())
 
-    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """A round is trained, measured, saved and logged."""
         self.rounds.append(time.perf_counter())
 
 
 @torch.no_grad()
-def settle(plan: Plan) -> None:
+def settle(run: Run) -> None:
     """Gives BatchNorm statistics of real images, as after any round but the first.
 
     In round 1 FedX runs ``F`` with the batch's own statistics; what is to be timed are the 99 rounds after it.
     """
-    model = plan.model.to(plan.device).train()
-    for batch in islice(plan.client_data(0, round_number=1).epoch(0), 2):
+    model = run.model.to(run.trainer.device).train()
+    for batch in islice(run.trainer.client_data(0, round_number=1).epoch(0), 2):
         model.embed(batch.first)
     model.cpu()
 
 
-def run(plan: Plan) -> tuple[list[dict[str, Any]], Silent]:
-    """Runs a plan in a fresh temporary folder; returns the rows of ``metrics.csv`` and when things ended."""
+def train(run: Run, engine: Callable[[FederatedTrainer], Engine] | None = None) -> tuple[list[dict[str, Any]], Silent]:
+    """Trains in a fresh temporary folder; returns the rows of ``metrics.csv`` and when things ended.
+
+    Args:
+        run: what to train.
+        engine: where clients train; as the configuration says if not given.
+    """
     display = Silent()
     with tempfile.TemporaryDirectory(prefix="fedx-pl-bench-") as folder:
-        config = replace(plan.config, run=replace(plan.config.run, dir=str(Path(folder) / "run")))
+        config = replace(run.config, run=replace(run.config.run, dir=str(Path(folder) / "run")))
+        trainer = make_trainer(config, callbacks=[display], engine=engine)
         # The same model instance again and again: its weights do not matter here, and compiled code is reused.
-        rows = Orchestrator(replace(plan, config=config), display).run().rows
-    return rows, display
+        trainer.fit(run.model, run.data)
+    return trainer.history, display
 
 
-def images_of(plan: Plan) -> int:
+def images_of(run: Run) -> int:
     """Images of ``B`` that all clients see in a round in which all train."""
-    return sum(plan.steps_of(c) * plan.client_data(c, round_number=1).views_size for c in range(len(plan.clients)))
+    trainer, clients = run.trainer, range(run.data.num_clients)
+    return sum(steps_of(trainer, c) * trainer.client_data(c, round_number=1).views_size for c in clients)
 
 
-def training_round(plan: Plan) -> Lap:
+def training_round(run: Run) -> Lap:
     """One round's local training and averaging."""
-    rows, _ = run(plan)
-    return Lap(images_of(plan), rows[-1]["train_seconds"])
+    rows, _ = train(run)
+    return Lap(images_of(run), rows[-1]["train_seconds"])
 
 
-def whole_round(plan: Plan) -> Lap:
+def whole_round(run: Run) -> Lap:
     """One round with its evaluation."""
-    rows, _ = run(plan)
-    return Lap(images_of(plan), rows[-1]["round_seconds"])
+    rows, _ = train(run)
+    return Lap(images_of(run), rows[-1]["round_seconds"])

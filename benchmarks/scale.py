@@ -10,30 +10,33 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.report import Part, Row
-from benchmarks.rounds import Setting, backbone, run, variant
-from fedx_pl.config.build import Plan
-from fedx_pl.data.batches import ClientData
+from benchmarks.rounds import Setting, backbone, train, variant
+from fedx_pl.config.build import Run
+from fedx_pl.engines.base import MemoryOf
+from fedx_pl.engines.local import SerialEngine
+from fedx_pl.federation.round import RoundContext, Update
 
 FEW, PER_ROUND, ROUNDS = 10, 10, 3
 IMAGES_EACH = 50  # of a client in the comparison of times
 
 
-class OneStep(Plan):
-    """A plan whose clients train on their first batch only: the peak is reached in one step, the rest is time."""
+class OneStep(SerialEngine):
+    """Clients train on their first batch only: the peak is reached in one step, the rest is time."""
 
-    def client_data(self, client: int, round_number: int, rows: np.ndarray | None = None) -> ClientData:
-        """The first images of the client."""
-        data = super().client_data(client, round_number, rows)
-        return replace(data, index=data.index[: data.views_size])
+    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
+        """Trains on the first images of each client."""
+        for client in clients:
+            data = self.trainer.client_data(client, context.round)
+            first = replace(data, index=data.index[: data.views_size])
+            yield self.local.run(context, client=client, data=first, memory=memory_of(client))
 
 
 def measure(setting: Setting) -> Part:
@@ -78,11 +81,11 @@ def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
 def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str, float]:
     """Runs a few rounds of BYOL without evaluation and says how much memory this process has ever held, in MB."""
     device = torch.device(next(o for o in overrides if o.startswith("run.device=")).partition("=")[2])
-    plan = Setting(device, overrides=tuple(overrides)).plan(
+    run = Setting(device, overrides=tuple(overrides)).build(
         "method=byol", *backbone("thin"), "optim.batch_size=32", f"federation.clients={clients}",
         f"federation.fraction={PER_ROUND / clients}", f"federation.rounds={rounds}", "federation.epochs=1",
     )  # fmt: skip
-    run(OneStep(**{item.name: getattr(plan, item.name) for item in fields(Plan)}))
+    train(run, engine=OneStep)
     gpu = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
     return {"peak_mb": _peak_mb(), "gpu_mb": gpu}
 
@@ -102,16 +105,16 @@ def _time(setting: Setting, part: Part, many: int) -> None:
     The long round counts by its tenths, which would show if clients became slower as they go.
     """
 
-    def plan(clients: int) -> Plan:
+    def build(clients: int) -> Run:
         size = [f"data.limit={clients * IMAGES_EACH}", f"federation.clients={clients}", "federation.rounds=1"]
-        return setting.plan(*variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1")
+        return setting.build(*variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1")
 
-    few, plans = f"{FEW} clients", {clients: plan(clients) for clients in (FEW, many)}
+    few, runs = f"{FEW} clients", {clients: build(clients) for clients in (FEW, many)}
     times: dict[str, list[float]] = {few: [], f"{many} clients": []}
     around = setting.few(8, 1)
     for clients in [FEW] * around + [many] + [FEW] * around:
         setting.say(f"a round of {clients} clients")
-        rows, display = run(plans[clients])
+        rows, display = train(runs[clients])
         if clients == FEW:
             times[few].append(rows[-1]["train_seconds"] / clients)
         else:

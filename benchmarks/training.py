@@ -7,7 +7,6 @@ from benchmarks.measure import Contender, as_usual, best, flops, interleave, mat
 from benchmarks.reference import Reference
 from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, training_round, variant
-from fedx_pl.config.build import Plan
 
 CLIENTS = 2
 
@@ -42,11 +41,11 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
     label = f"{network} {batch}+{batch}"
     size = [f"data.limit={CLIENTS * steps * batch}", f"federation.clients={CLIENTS}"]
     once = ["federation.rounds=1", "federation.epochs=1"]
-    plans = {name: setting.plan(*variant(name, batch), *backbone(network), *size, *once) for name in VARIANTS}
-    bounds = {name: Bound(plan, CLIENTS * steps) for name, plan in plans.items()}
-    contenders: dict[str, Contender] = {"reference": as_usual(Reference(plans["FedX"]))}
-    for name, plan in plans.items():
-        contenders |= {name: lambda plan=plan: training_round(plan), f"bound {name}": bounds[name]}  # type: ignore[misc]
+    runs = {name: setting.build(*variant(name, batch), *backbone(network), *size, *once) for name in VARIANTS}
+    bounds = {name: Bound(run, CLIENTS * steps) for name, run in runs.items()}
+    contenders: dict[str, Contender] = {"reference": as_usual(Reference(runs["FedX"]))}
+    for name, run in runs.items():
+        contenders |= {name: lambda run=run: training_round(run), f"bound {name}": bounds[name]}  # type: ignore[misc]
     memory: dict[str, float] = {}
     times = interleave(
         contenders,
@@ -57,7 +56,7 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
     )
     part = Part(_rows(label, best(times)), {f"{label}: {name}": values for name, values in times.items()})
     part.facts = {f"{label}: FLOPs of a step": {name: flops(bound.step) for name, bound in bounds.items()}}
-    part.contenders = _contenders(label, plans, bounds, best(times), memory, part.facts)
+    part.contenders = _contenders(label, bounds, best(times), memory, part.facts)
     return part
 
 
@@ -72,15 +71,14 @@ def _rows(label: str, seconds: dict[str, float]) -> list[Row]:
 
 def _contenders(
     label: str,
-    plans: dict[str, Plan],
     bounds: dict[str, Bound],
     seconds: dict[str, float],
     memory: dict[str, float],
     facts: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Speed of each contender; its MFU is the FLOPs its step needs over what a large matrix product reaches."""
-    plan = plans["FedX"]
-    peak = matmul_speed(plan.device, matmul_dtype(plan.precision))
+    bound = bounds["FedX"]
+    peak = matmul_speed(bound.device, matmul_dtype(bound.precision))
     facts[f"{label}: matrix product, FLOP/s"] = peak
     needed: dict[str, int] = facts[f"{label}: FLOPs of a step"]
     table = []

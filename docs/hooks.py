@@ -148,10 +148,14 @@ def configuration_page() -> str:
         "",
     ]
     for group in config.FILE_GROUPS:
+        files = {choice: config.CONFIGS / group / f"{choice}.yaml" for choice in config.choices(group)}
+        plain = [choice for choice, file in files.items() if not file.exists()]
         lines += [f"### {group}=", ""]
-        for choice in config.choices(group):
-            text = (config.CONFIGS / group / f"{choice}.yaml").read_text().rstrip()
-            lines += [f'```yaml title="{group}={choice}"', text, "```", ""]
+        if plain:
+            lines += [f"{_words(plain)} bring their mean and standard deviation, and nothing else.", ""]
+        for choice, file in files.items():
+            if choice not in plain:
+                lines += [f'```yaml title="{group}={choice}"', file.read_text().rstrip(), "```", ""]
     lines += [
         "`profile=auto`, which is taken if nothing is said, is `paper` with a GPU and `cpu` without. "
         "`experiment=DATA-METHOD[-fedx]` is short for "

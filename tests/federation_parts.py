@@ -12,14 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers import PATIENCE, THREADS, Watching
+from helpers import PATIENCE, THREADS, Watching, fitted
 from PIL import Image
 from safetensors.torch import load_file
 
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.methods.base import State
-from fedx_pl.trainer import Orchestrator
 
 # A run of seconds: the very thin network of the `tiny` fixture on images of 16 pixels.
 WORDS = (
@@ -45,7 +43,7 @@ def serial(images: Path, folder: Path, *words: str) -> Path:
     sites = sum(1 for _ in images.iterdir())
     own = ["partition.kind=folders", f"federation.clients={sites}", f"data.root={images}"]
     config = compose([*WORDS, *own, f"data.cache={folder / 'cache'}", f"run.dir={folder / 'run'}", *words])
-    Orchestrator(prepare(config, report=lambda line: None), Watching()).run()
+    fitted(config, Watching())
     return folder / "run"
 
 

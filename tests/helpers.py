@@ -14,13 +14,15 @@ import torch
 from fedx_pl import SSLMethod, backbones
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.config.build import Run, build
+from fedx_pl.config.schema import Config
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.methods.base import LocalRound, State
-from fedx_pl.trainer import Orchestrator
+from fedx_pl.trainer import FederatedTrainer
 
 # Threads of torch in every test and in what a test starts.
 THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
@@ -29,6 +31,20 @@ THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
 PATIENCE = 1800.0
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def silent(line: str) -> None:
+    """Takes lines that nobody reads."""
+
+
+def made(config: Config, *callbacks: RoundCallback, **settings: Any) -> Run:
+    """The objects of a configuration; nothing is printed."""
+    return build(config, silent, callbacks=callbacks, **settings)
+
+
+def fitted(config: Config, *callbacks: RoundCallback, **settings: Any) -> FederatedTrainer:
+    """Runs a configuration, or goes on with it."""
+    return made(config, *callbacks, **settings).fit()
 
 
 def definition(folder: Path, text: str) -> Path:
@@ -107,22 +123,22 @@ class Watching(RoundCallback):
     def row(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         if not trainer.current_round:
             self.row({"round": 0, **trainer.untrained})
 
-    def on_client_steps(self, trainer: Orchestrator, count: int) -> None:
+    def on_client_steps(self, trainer: FederatedTrainer, count: int) -> None:
         self.step(count)
 
-    def on_client_start(self, trainer: Orchestrator, worker: str, client: int | None) -> None:
+    def on_client_start(self, trainer: FederatedTrainer, worker: str, client: int | None) -> None:
         self.working(worker, client)
 
-    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         self.row(record.row)
         for alarm in record.alarms:
             self.note(f"round {record.number}: {alarm}")
 
-    def on_note(self, trainer: Orchestrator, text: str) -> None:
+    def on_note(self, trainer: FederatedTrainer, text: str) -> None:
         self.note(text)
 
 
@@ -141,7 +157,14 @@ def make_data(
     pixels = np.random.default_rng(7).integers(0, 256, (images, side, side, channels), dtype=np.uint8)
     store = ImageStore(pixels, torch.device("cpu"), resident_bytes=10**9)
     augment = Augment(AugmentOptions(), (0.5,) * channels, (0.25,) * channels)
-    return ClientData(store, torch.arange(images), augment, batch_size, relation_size, seed)
+    return ClientData(
+        store=store,
+        index=torch.arange(images),
+        augment=augment,
+        batch_size=batch_size,
+        relation_size=relation_size,
+        seed=seed,
+    )
 
 
 def data_for(model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int = 0, side: int = 16) -> ClientData:

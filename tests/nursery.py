@@ -14,13 +14,11 @@ import sys
 from typing import Any
 
 import torch
-from helpers import THREADS
+from helpers import THREADS, fitted
 
 from fedx_pl.cli.stopping import Stopped, stopped_by_signals
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.trainer import Orchestrator
 
 
 def break_at(fault: dict[str, Any]) -> None:
@@ -47,7 +45,7 @@ def child(words: list[str], fault: dict[str, Any] | None) -> int:
         break_at(fault)
     try:
         with stopped_by_signals():
-            Orchestrator(prepare(compose(words), report=lambda line: None)).run()
+            fitted(compose(words))
     except Stopped:
         return 3
     except (UserError, OSError) as error:

@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Watching
+from helpers import Watching, fitted, made
 
 from fedx_pl.cli.evaluate import evaluate_run
 from fedx_pl.cli.main import main
-from fedx_pl.config.build import assemble
 from fedx_pl.config.compose import compose, load
 from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
+from fedx_pl.data.partition import Given
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 SIDE = 24
-CLIENTS = [np.arange(24), np.arange(24, 48)]
+CLIENTS = Given(clients=2, rows=(tuple(range(24)), tuple(range(24, 48))))
 
 
 def images(seed: int = 0, channels: int = 3) -> ImageData:
@@ -29,7 +29,15 @@ def images(seed: int = 0, channels: int = 3) -> ImageData:
     labels = np.arange(60) % 2
     pixels = (rng.integers(0, 100, (60, SIDE, SIDE, channels)) + 150 * labels[:, None, None, None]).astype(np.uint8)
     train, test = Split(pixels[:48], labels[:48]), Split(pixels[48:], labels[48:])
-    return ImageData("cifar10", train, test, ("dark", "bright"), (), "my scanner", "mine")
+    return ImageData(
+        name="cifar10",
+        train=train,
+        test=test,
+        classes=("dark", "bright"),
+        group_names=(),
+        source="my scanner",
+        fingerprint="mine",
+    )
 
 
 def settings(tmp_path: Path, *words: str) -> Config:
@@ -40,8 +48,8 @@ def settings(tmp_path: Path, *words: str) -> Config:
     ])  # fmt: skip
 
 
-def run(tmp_path: Path, *words: str, data: ImageData | None = None) -> Result:
-    return Orchestrator(assemble(settings(tmp_path, *words), data or images(), CLIENTS), Watching()).run()
+def run(tmp_path: Path, *words: str, data: ImageData | None = None) -> FederatedTrainer:
+    return fitted(settings(tmp_path, *words), Watching(), images=data or images(), partition=CLIENTS)
 
 
 def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_path: Path) -> None:
@@ -58,20 +66,21 @@ def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_p
 
 
 def test_arrays_are_normalised_as_typed_and_may_be_gray(tmp_path: Path) -> None:
-    plan = assemble(settings(tmp_path, "data.mean=[0.4]", "data.std=[0.1]"), images(channels=1), CLIENTS)
-    assert (plan.config.data.mean, plan.config.data.std) == ([0.4], [0.1])
-    pixels = next(plan.client_data(0, round_number=1).plain_batches())
+    words = settings(tmp_path, "data.mean=[0.4]", "data.std=[0.1]")
+    gray = made(words, images=images(channels=1), partition=CLIENTS)
+    assert (gray.config.data.mean, gray.config.data.std) == ([0.4], [0.1])
+    pixels = next(gray.trainer.client_data(0, round_number=1).plain_batches())
     expected = (torch.from_numpy(images(channels=1).train.images[:24]).permute(0, 3, 1, 2) / 255 - 0.4) / 0.1
     torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=1e-5)
-    assert assemble(settings(tmp_path), images(channels=1), CLIENTS).config.data.mean == [0.5]
+    assert made(settings(tmp_path), images=images(channels=1), partition=CLIENTS).config.data.mean == [0.5]
 
 
 def test_a_data_set_that_was_loaded_stays_what_it_is(tiny: list[str]) -> None:
     config = compose(tiny)
     data = sources.load(config.data, report=lambda line: None)
-    plan = assemble(config, data, [np.arange(100)])
-    assert plan.config == config
-    assert plan.data.fingerprint == data.fingerprint
+    loaded = made(config, images=data)
+    assert loaded.config == config
+    assert loaded.data.images.fingerprint == data.fingerprint
 
 
 def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
@@ -90,7 +99,7 @@ def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
     assert not (tmp_path / "data").exists()
     assert not (folder / "evaluation").exists()
     found = evaluate_run(folder, ["knn", "geometry"], report=said.append, data=images())
-    assert found["knn"]["knn_top1"] == result.rows[-1]["knn_top1"]
+    assert found["knn"]["knn_top1"] == result.history[-1]["knn_top1"]
     assert found["geometry"]["clients"] == 2
     with pytest.raises(UserError, match="trained on other images; give those as data"):
         evaluate_run(folder, ["knn"], report=said.append, data=images(seed=1))
@@ -102,10 +111,10 @@ def test_a_run_on_other_arrays_is_another_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a run on other images"):
         run(tmp_path, data=images(seed=1))
     again = run(tmp_path, data=replace(images(), fingerprint="another name"))
-    assert again.rows
+    assert again.history
 
 
 def test_no_command_loads_arrays(tmp_path: Path) -> None:
-    options = assemble(settings(tmp_path), images(), CLIENTS).config.data
-    with pytest.raises(UserError, match=r"data\.name=arrays: these images were brought from Python.*engine=serial"):
+    options = made(settings(tmp_path), images=images(), partition=CLIENTS).config.data
+    with pytest.raises(UserError, match=r"data\.name=arrays: these images were brought from Python.*evaluate_run"):
         sources.load(options)

@@ -4,10 +4,9 @@ import sys
 import pytest
 import torch
 import torchvision
-from helpers import PATIENCE
+from helpers import PATIENCE, made
 
 from fedx_pl.backbones import BackboneOptions, build
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.data import sources
 from fedx_pl.errors import UserError
@@ -79,7 +78,7 @@ def test_mistakes_are_named(options: BackboneOptions, message: str) -> None:
 def test_a_mistake_is_named_before_data_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "load", lambda *_, **__: pytest.fail("data were loaded"))
     with pytest.raises(UserError, match=r"backbone\.name=vit_tiny is not known"):
-        prepare(compose(["data=cifar10", "backbone.name=vit_tiny"]))
+        made(compose(["data=cifar10", "backbone.name=vit_tiny"]))
 
 
 def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:

@@ -141,11 +141,11 @@ def test_reference_probe_is_as_accurate_as_ours() -> None:
 
 
 def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str]) -> None:
-    plan = Setting(CPU, overrides=tuple(thin_and_few)).plan(*variant("FedX", 16), "federation.rounds=1",
+    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant("FedX", 16), "federation.rounds=1",
                                                             "federation.clients=2", "federation.epochs=1")  # fmt: skip
-    theirs = reference.Reference(plan)
+    theirs = reference.Reference(run)
     before = {name: tensor.clone() for name, tensor in theirs.server.state_dict().items()}
-    assert theirs() == images_of(plan) == training_round(plan).images == 2 * 7 * 16  # 120 images each
+    assert theirs() == images_of(run) == training_round(run).images == 2 * 7 * 16  # 120 images each
     assert not torch.equal(theirs.server.backbone.conv1.weight, before["backbone.conv1.weight"])  # It did train.
     assert all(math.isfinite(loss) for loss in theirs.losses)
 
@@ -154,8 +154,8 @@ def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str
 def test_bound_passes_as_many_images_as_training(thin_and_few: list[str], name: str) -> None:
     """B = B_r = 16: the student sees x, x~ and, but for the queue, x_r; F sees x~ and x_r."""
     student, teacher = {"FedX": (48, 32), "FedX queue": (32, 16), "plain": (32, None)}[name]
-    plan = Setting(CPU, overrides=tuple(thin_and_few)).plan(*variant(name, 16), "federation.clients=2")
-    bound = Bound(plan, steps=3)
+    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant(name, 16), "federation.clients=2")
+    bound = Bound(run, steps=3)
     bound.step()  # F is folded, and checked on its first batch.
     frozen = bound.teacher.network if bound.teacher else None
     seen: dict[str, list[int]] = {"student": [], "teacher": []}
@@ -167,12 +167,12 @@ def test_bound_passes_as_many_images_as_training(thin_and_few: list[str], name: 
     assert frozen is None or not any(p.grad is not None for p in frozen.parameters())
 
 
-def test_plans_of_rounds_after_the_first_have_a_settled_batchnorm(thin_and_few: list[str]) -> None:
-    plan = Setting(CPU, overrides=tuple(thin_and_few)).plan(*variant("FedX", 16), "federation.clients=2")
-    counters = [t for name, t in plan.model.backbone.state_dict().items() if name.endswith("num_batches_tracked")]
+def test_runs_begin_with_a_settled_batchnorm_and_are_not_evaluated(thin_and_few: list[str]) -> None:
+    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant("FedX", 16), "federation.clients=2")
+    counters = [t for name, t in run.model.backbone.state_dict().items() if name.endswith("num_batches_tracked")]
     assert counters
     assert all(counters)
-    assert not plan.evaluator.possible
+    assert not run.trainer.evaluator.possible
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

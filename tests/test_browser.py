@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import THREADS
+from helpers import THREADS, fitted
 
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
-from fedx_pl.trainer import Orchestrator
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # WebGL without a GPU, for the projector.
@@ -54,7 +52,7 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
             f"run.threads={THREADS}", f"run.dir={root / f'fedu-fedx-{fedx}'}",
         ]  # fmt: skip
-        Orchestrator(prepare(compose(words), report=lambda line: None)).run()
+        fitted(compose(words))
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(root), "--port", "0", "--host", "127.0.0.1"]
     log = root / "log"
     with open(log, "w") as lines:

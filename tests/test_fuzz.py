@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.compose import compose
-from fedx_pl.config.schema import PARTITIONS, Config, PartitionOptions, all_keys
+from fedx_pl.config.schema import Config, PartitionOptions, all_keys
 from fedx_pl.data.images import ImageData, Split
+from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
@@ -42,6 +43,7 @@ VALUES = st.one_of(
 @fuzz
 @given(st.lists(st.tuples(st.sampled_from(KEYS) | st.text(max_size=20), VALUES), min_size=1, max_size=3))
 @example([("optim.lr", "${oc.env:HOME}")])
+@example([("seed", "${"), ("seed", "0.0")])
 def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(words: list[tuple[str, str]]) -> None:
     overrides = [f"{key}={value}" for key, value in words]
     if any(word.startswith(("method=", "method.name=")) for word in overrides):
@@ -70,7 +72,7 @@ def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
     try:
         options = PartitionOptions(kind=kind, beta=beta, classes=held, min_size=least)
         split = Split(np.zeros((images, 1, 1, 1), np.uint8), labels, groups)
-        data = ImageData("test", split, None, (), (), "here", "")
+        data = ImageData(name="test", train=split, test=None, classes=(), group_names=(), source="here", fingerprint="")
         found = options.made(clients).deal(data, seed)
     except UserError:
         return

@@ -83,7 +83,7 @@ def measure(words: list[str], root: Path, folder: Path) -> dict[str, Any]:
         torch.set_num_threads(threads)
     shared = load_file(found.folder / "checkpoints" / "round_00002" / "global.safetensors")
     private = [tensor for file in sorted((found.folder / "clients").glob("*")) for tensor in load_file(file).values()]
-    rows = [{key: value for key, value in row.items() if not TIMES.search(key)} for row in found.result.rows]
+    rows = [{key: value for key, value in row.items() if not TIMES.search(key)} for row in found.trainer.history]
     close = {f"{key} of round {row['round']}": row[key] for row in rows for key in row if key.startswith("loss")}
     close["length of the weights"] = _length([*shared.values()])
     close["length of the private states"] = _length(private)

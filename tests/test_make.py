@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedx_pl.config.build import build_model
+from fedx_pl.config.build import make_model
 from fedx_pl.config.compose import compose
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore
@@ -44,12 +44,14 @@ def test_a_target_composes_and_trains_one_step(target: str, commands: dict[str, 
     side, channels = DATA[full.data.name]
     config = compose([*overrides, f"backbone.width={4 if side <= 32 else 16}", "optim.batch_size=16"])
     pixels = np.random.default_rng(0).integers(0, 256, (16, side, side, channels), dtype=np.uint8)
-    model = build_model(config, channels=channels, image_size=side)
+    model = make_model(config, channels=channels, image_size=side)
     relation = config.relation_size if model.relation_batch else 0
     size = min(config.augment.size, side)
     augment = Augment(type(config.augment)(**{**vars(config.augment), "size": size}), config.data.mean, config.data.std)
     store = ImageStore(pixels, torch.device("cpu"), 10**9)
-    data = ClientData(store, torch.arange(16), augment, 16 - relation, relation, seed=0)
+    data = ClientData(
+        store=store, index=torch.arange(16), augment=augment, batch_size=16 - relation, relation_size=relation, seed=0
+    )
     context = RoundContext(
         round=1,
         rounds=config.federation.rounds,

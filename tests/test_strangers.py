@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_federation
+from helpers import made, tiny_federation
 from safetensors.torch import load_file, save
 
 from fedx_pl.cli import main as cli
 from fedx_pl.config import compose as config
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import load
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints
@@ -96,7 +95,7 @@ def test_a_stranger_s_callbacks_are_not_imported(
     assert "callbacks: []" in file.read_text()
     file.write_text(file.read_text().replace("callbacks: []", "callbacks: ['evil:Callback']"))
     if command == "train":
-        prepare(load(file), report=lambda line: None)
+        made(load(file))
     else:
         assert cli.main([command, str(run)]) == 0
     assert not (tmp_path / "it ran").exists()

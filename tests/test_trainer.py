@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Watching
+from helpers import Watching, fitted, made
 from safetensors.torch import load_file
 
-from fedx_pl.config.build import prepare
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
@@ -19,14 +19,14 @@ from fedx_pl.federation import checkpoint
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import GlobalState, RoundContext, RoundRecord, Update
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 
-def run(config: Config, display: Watching | None = None) -> Result:
-    return Orchestrator(prepare(config, report=lambda line: None), display or Watching()).run()
+def run(config: Config, display: Watching | None = None) -> FederatedTrainer:
+    return fitted(config, display or Watching())
 
 
-def weights(result: Result) -> dict[str, torch.Tensor]:
+def weights(result: FederatedTrainer) -> dict[str, torch.Tensor]:
     newest = sorted((result.folder / "checkpoints").iterdir())[-1]
     return load_file(newest / "global.safetensors")
 
@@ -37,13 +37,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("fedx", [False, True])
 def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool) -> None:
-    """Two rounds of BYOL with three clients, without orchestrator, checkpoints or FedAvg: a loop and a plain mean."""
+    """Two rounds of BYOL with three clients, without trainer, checkpoints or FedAvg: a loop and a plain mean."""
     config = compose([*tiny, "method=byol", f"fedx={fedx}".lower()])
     result = run(config)
 
-    plan = prepare(config, report=lambda line: None)
-    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision)
-    state, memories = plan.model.shared_state(), dict.fromkeys(range(3))
+    again = made(config)
+    local = LocalTrainer(again.model, device=again.trainer.device)
+    state, memories = again.model.shared_state(), dict.fromkeys(range(3))
     for number in (1, 2):
         context = RoundContext(
             round=number,
@@ -54,7 +54,8 @@ def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool
             batchnorm="average",
         )
         updates = [
-            trainer.run(context, client=c, data=plan.client_data(c, number), memory=memories[c]) for c in range(3)
+            local.run(context, client=c, data=again.trainer.client_data(c, number), memory=memories[c])
+            for c in range(3)
         ]
         memories = {update.client: update.memory for update in updates}
         total = sum(update.num_images for update in updates)
@@ -74,7 +75,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tiny: list[st
     )
     assert same(weights(first), weights(second))
     assert not same(weights(first), weights(other))
-    assert [row["knn_top1"] for row in first.rows] == [row["knn_top1"] for row in second.rows]
+    assert [row["knn_top1"] for row in first.history] == [row["knn_top1"] for row in second.history]
 
 
 @pytest.mark.parametrize("method", ["byol", "moco", "protocl", "fedu"])
@@ -100,8 +101,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     resumed = run(config, display)
     assert any("going on after round 1" in note for note in display.notes)
     assert same(weights(whole), weights(resumed))
-    timeless = [{k: v for k, v in row.items() if "second" not in k} for row in whole.rows]
-    assert timeless == [{k: v for k, v in row.items() if "second" not in k} for row in resumed.rows]
+    timeless = [{k: v for k, v in row.items() if "second" not in k} for row in whole.history]
+    assert timeless == [{k: v for k, v in row.items() if "second" not in k} for row in resumed.history]
 
 
 def test_a_finished_run_is_not_run_again(tiny: list[str]) -> None:
@@ -110,7 +111,7 @@ def test_a_finished_run_is_not_run_again(tiny: list[str]) -> None:
     display = Watching()
     again = run(config, display)
     assert display.steps == 0
-    assert again.rows == first.rows
+    assert again.history == first.history
 
 
 def test_the_run_folder_holds_what_was_promised(tiny: list[str]) -> None:
@@ -156,17 +157,15 @@ def test_a_split_can_be_given_back(tiny: list[str], tmp_path: Path) -> None:
 
 def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(tiny: list[str]) -> None:
     config = compose([*tiny, "method=moco", "federation.clients=6", "federation.fraction=0.5", "federation.rounds=4"])
-    plan = prepare(config, report=lambda line: None)
-    chosen = [plan.choose_clients(number) for number in range(1, 5)]
+    chosen = [made(config).trainer.choose_clients(number) for number in range(1, 5)]
     assert all(len(clients) == 3 for clients in chosen)
     assert len({tuple(clients) for clients in chosen}) > 1
     result = run(config)
-    assert all(row["clients"] == 3 for row in result.rows)
-    orchestrator = Orchestrator(prepare(config, report=lambda line: None), Watching())
+    assert all(row["clients"] == 3 for row in result.history)
     last = {client: max(r for r, clients in enumerate(chosen, 1) if client in clients) for client in np.unique(chosen)}
-    assert {client: record.last_round for client, record in orchestrator.state.clients.items()} == last
-    for client, record in orchestrator.state.clients.items():
-        assert "queue" in Checkpoints(orchestrator.folder).load_client(client, record).private
+    assert {client: record.last_round for client, record in result.state.clients.items()} == last
+    for client, record in result.state.clients.items():
+        assert "queue" in Checkpoints(result.folder).load_client(client, record).private
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, clients: set[int]) -> None:
@@ -187,7 +186,7 @@ def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
     poison(monkeypatch, {1})
     display = Watching()
     result = run(compose([*tiny, "method=byol"]), display)
-    assert [row["dropped"] for row in result.rows] == [1, 1]
+    assert [row["dropped"] for row in result.history] == [1, 1]
     assert any("client 1" in note and "conv1.weight holds NaN" in note for note in display.notes)
     assert all(tensor.isfinite().all() for tensor in weights(result).values() if tensor.is_floating_point())
 
@@ -233,7 +232,7 @@ def test_the_same_keys_with_other_images_are_refused(tiny: list[str], tmp_path: 
     with pytest.raises(UserError, match="another split of the images"):
         run(config)
     assert json.loads((config.run_folder / "split.json").read_text())["clients"] == json.loads(split)["clients"]
-    assert first.rows
+    assert first.history
 
 
 def test_two_folders_of_images_are_two_runs() -> None:
@@ -242,9 +241,9 @@ def test_two_folders_of_images_are_two_runs() -> None:
 
 
 def test_leaving_out_the_relational_terms_changes_nothing_else(tiny: list[str]) -> None:
-    whole = prepare(compose([*tiny, "fedx=true"]), report=lambda line: None)
+    whole = made(compose([*tiny, "fedx=true"])).trainer
     off = ["fedx.local_relation=0", "fedx.global_relation=0"]
-    ablated = prepare(compose([*tiny, "fedx=true", *off]), report=lambda line: None)
+    ablated = made(compose([*tiny, "fedx=true", *off])).trainer
     assert whole.client_data(0, 1).batch_size == ablated.client_data(0, 1).batch_size == 16
     assert ablated.client_data(0, 1).relation_size == 0
 
@@ -282,21 +281,23 @@ def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(tmp_p
     overrides += ["data=folder", f"data.root={images}", f"data.cache={tmp_path / 'cache'}", "data.image_size=32"]
     overrides += ["partition.kind=folders", "federation.clients=2", "method=byol", "fedx=true"]
     result = run(compose([*overrides, "health.min_rankme=1000"]))
-    assert "knn_top1" not in result.rows[-1]
-    assert result.rows[-1]["loss"] > 0
-    assert result.untrained.keys() == {"rankme", "uniformity", "feature_std"} <= result.rows[-1].keys()
+    assert "knn_top1" not in result.history[-1]
+    assert result.history[-1]["loss"] > 0
+    assert result.untrained.keys() == {"rankme", "uniformity", "feature_std"} <= result.history[-1].keys()
     assert any(alarm.startswith("round 1: the encoder has collapsed: rankme is") for alarm in result.alarms)
     assert not (result.folder / "accuracy.png").exists()
 
 
 def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
     config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
-    plan = prepare(config, report=lambda line: None)
-    first = Orchestrator(plan, Watching())
-    with pytest.raises(UserError, match=r"another process is training in .*run.dir=ANOTHER"):
-        Orchestrator(plan, Watching())
-    first.run()
-    Orchestrator(plan, Watching()).run()
+
+    class Second(RoundCallback):
+        def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+            with pytest.raises(UserError, match=r"another process is training in .*run.dir=ANOTHER"):
+                run(config)
+
+    fitted(config, Second())
+    run(config)
 
 
 def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
@@ -316,7 +317,7 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
             self.resumed = dict[int, int]()  # steps, by round
             self.seen = dict[int, int]()
 
-        def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+        def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
             if update.client in record.resumed:
                 self.resumed[record.number] = self.resumed.get(record.number, 0) + len(update.losses)
                 return
@@ -328,10 +329,10 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
     first, second = Starts(), Starts()
     first.stop_at = 1
     with pytest.raises(Stop):
-        Orchestrator(prepare(compose(words), report=lambda line: None), first).run()
-    result = Orchestrator(prepare(compose(words), report=lambda line: None), second).run()
+        fitted(compose(words), first)
+    result = fitted(compose(words), second)
     assert first.resumed == {}
     assert second.resumed == {1: first.steps}
-    for row in result.rows:
+    for row in result.history:
         assert row["images_per_second"] * row["train_seconds"] == pytest.approx(second.seen[row["round"]])
     assert first.seen[1] > 0

@@ -13,17 +13,32 @@ if TYPE_CHECKING:
     from fedx_pl.api import Federation, federate
     from fedx_pl.backbones import resnet10, resnet18
     from fedx_pl.callbacks.base import RoundCallback
+    from fedx_pl.callbacks.early_stopping import EarlyStopping
+    from fedx_pl.callbacks.health import HealthOptions
+    from fedx_pl.data.augment import AugmentOptions
     from fedx_pl.data.module import FederatedDataModule
     from fedx_pl.data.partition import IID, ClassesPerClient, Dirichlet, Partition, QuantitySkew
     from fedx_pl.encoder.load import Encoder
-    from fedx_pl.methods import Embeddings, Loss, SSLMethod, Views
+    from fedx_pl.engines import Engine, EngineOptions
+    from fedx_pl.evaluation import Evaluation
+    from fedx_pl.evaluation.evaluate import EvaluationOptions
+    from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
+    from fedx_pl.federation.privacy import PrivacyOptions
+    from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
+    from fedx_pl.federation.round import RoundRecord, Update
+    from fedx_pl.methods import BYOL, Embeddings, FedU, Loss, MoCo, ProtoCL, SimCLR, SSLMethod, Views
+    from fedx_pl.methods.optim import OptimOptions
     from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
+    from fedx_pl.trainer import FederatedTrainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "IID", "ClassesPerClient", "Dirichlet", "Embeddings", "Encoder", "FedCAMixin", "FedXMixin", "FedXOptions",
-    "FederatedDataModule", "Federation", "Loss", "MoonMixin", "Partition", "QuantitySkew", "RoundCallback",
-    "SSLMethod", "Views", "federate", "resnet10", "resnet18",
+    "BYOL", "IID", "AggregateOptions", "Aggregator", "AugmentOptions", "ClassesPerClient", "Dirichlet",
+    "EarlyStopping", "Embeddings", "Encoder", "Engine", "EngineOptions", "Evaluation", "EvaluationOptions",
+    "FedCAMixin", "FedProx", "FedU", "FedXMixin", "FedXOptions", "FederatedDataModule", "FederatedTrainer",
+    "Federation", "HealthOptions", "Loss", "MoCo", "MoonMixin", "OptimOptions", "Partition", "PrivacyOptions",
+    "ProtoCL", "QuantitySkew", "Regularizer", "RoundCallback", "RoundRecord", "SSLMethod", "Scaffold", "SimCLR",
+    "Update", "Views", "federate", "resnet10", "resnet18",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,8 +48,36 @@ _HOMES = {
     "fedx_pl.data.module": ("FederatedDataModule",),
     "fedx_pl.data.partition": ("IID", "ClassesPerClient", "Dirichlet", "Partition", "QuantitySkew"),
     "fedx_pl.encoder.load": ("Encoder",),
-    "fedx_pl.methods": ("Embeddings", "Loss", "SSLMethod", "Views"),
+    "fedx_pl.methods": (
+        *("BYOL", "FedU", "MoCo", "ProtoCL", "SimCLR"),
+        *("Embeddings", "Loss", "SSLMethod", "Views"),
+    ),
     "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),
+    "fedx_pl.callbacks.early_stopping": ("EarlyStopping",),
+    "fedx_pl.callbacks.health": ("HealthOptions",),
+    "fedx_pl.data.augment": ("AugmentOptions",),
+    "fedx_pl.engines": (
+        "Engine",
+        "EngineOptions",
+    ),
+    "fedx_pl.evaluation": ("Evaluation",),
+    "fedx_pl.evaluation.evaluate": ("EvaluationOptions",),
+    "fedx_pl.federation.aggregate": (
+        "AggregateOptions",
+        "Aggregator",
+    ),
+    "fedx_pl.federation.privacy": ("PrivacyOptions",),
+    "fedx_pl.federation.regularizers": (
+        "FedProx",
+        "Regularizer",
+        "Scaffold",
+    ),
+    "fedx_pl.federation.round": (
+        "RoundRecord",
+        "Update",
+    ),
+    "fedx_pl.methods.optim": ("OptimOptions",),
+    "fedx_pl.trainer": ("FederatedTrainer",),
 }
 
 

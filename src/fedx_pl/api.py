@@ -10,15 +10,23 @@ result.plot()           # accuracy by round
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedx_pl.config.build import lacks_gpu, prepare
+from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.progress import ProgressBar, make_console
+from fedx_pl.config.build import build, lacks_gpu
 from fedx_pl.config.compose import compose
-from fedx_pl.config.schema import flat
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.config.describe import Expectation, announcement
+from fedx_pl.config.registry import bring
+from fedx_pl.data.images import Arrays, ImageData
+from fedx_pl.data.sources import of_arrays
+from fedx_pl.federation.identity import flat
+from fedx_pl.methods.base import SSLMethod
+from fedx_pl.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
     import pandas
@@ -33,12 +41,12 @@ _SHORT = {"rounds": "federation.rounds", "clients": "federation.clients", "epoch
 class Federation:
     """A finished run."""
 
-    result: Result
+    trainer: FederatedTrainer
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
-        return self.result.folder
+        """The run folder."""
+        return self.trainer.folder
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -52,22 +60,33 @@ class Federation:
         """Losses, accuracies and times, one row per round; row 0 is the untrained network."""
         import pandas  # Here, for it takes a second.
 
-        rows: list[dict[str, Any]] = [{"round": 0, **self.result.untrained}, *self.result.rows]
+        rows: list[dict[str, Any]] = [{"round": 0, **self.trainer.untrained}, *self.trainer.history]
         return pandas.DataFrame(rows).set_index("round")
 
     def plot(self) -> Figure:
         """Accuracy by round."""
         from fedx_pl.callbacks import plots
 
-        return plots.curves(self.result.rows, self.result.untrained)
+        return plots.curves(self.trainer.history, self.trainer.untrained)
 
 
-def federate(experiment: str = "", *overrides: str, quiet: bool = False, **settings: Any) -> Federation:
+def federate(
+    experiment: str = "",
+    *overrides: str,
+    method: str | type[SSLMethod] = "",
+    data: str | ImageData | Arrays = "",
+    callbacks: Sequence[str | RoundCallback] = (),
+    quiet: bool = False,
+    **settings: Any,
+) -> Federation:
     """Runs a federation, or goes on with it; a finished one is read.
 
     Args:
         experiment: ``DATA-METHOD`` or ``DATA-METHOD-fedx``; empty if overrides say it.
         overrides: ``key=value``, as on the command line.
+        method: a name as on the command line, or a class of your own.
+        data: a name as on the command line, or images of your own: a pair of arrays, or `ImageData`.
+        callbacks: round callbacks, or their names as on the command line.
         quiet: print nothing.
         settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile`` (``paper`` with a GPU and ``cpu`` without
             if not given), ..., or whole groups as mappings: ``optim={"lr": 0.02}``.
@@ -76,23 +95,24 @@ def federate(experiment: str = "", *overrides: str, quiet: bool = False, **setti
         UserError: as on the command line.
     """
     words = [f"experiment={experiment}"] if experiment else []
+    if method:
+        words.append(f"method={method if isinstance(method, str) else bring(method)}")
+    if isinstance(data, str) and data:
+        words.append(f"data={data}")
     given = flat({_SHORT.get(key, key): value for key, value in settings.items()})
     words += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
+    words += [f"callbacks={_text([one for one in callbacks if isinstance(one, str)])}"] if callbacks else []
     config = compose(words)
+    images = None if isinstance(data, str) else data if isinstance(data, ImageData) else of_arrays(data)
+    own = [one for one in callbacks if not isinstance(one, str)]
     if quiet:
-        return Federation(Orchestrator(prepare(config, report=lambda line: None)).run())
-    from fedx_pl.callbacks import progress
-    from fedx_pl.config.describe import announcement, expectation
-
-    console = progress.make_console()
+        return Federation(build(config, lambda line: None, images=images, callbacks=own).fit())
+    console = make_console()
     console.print(announcement(config), soft_wrap=True)
-    plan = prepare(config)
-    bar = progress.ProgressBar(rounds=config.federation.rounds, due=plan.evaluator.due, console=console)
-    orchestrator = Orchestrator(plan, [bar])
-    first = orchestrator.current_round + 1
-    if first <= config.federation.rounds and lacks_gpu(config):
-        orchestrator.note(expectation(plan, plan.estimate_seconds(first)))
-    return Federation(orchestrator.run())
+    run = build(config, images=images, callbacks=[*own, ProgressBar(console)])
+    if lacks_gpu(config):
+        run.trainer.callbacks.append(Expectation(run, run.trainer.note))
+    return Federation(run.fit())
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,9 @@
 """Encoders: ResNets with a stem for small or for large images, at any width."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torchvision
@@ -58,6 +59,7 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
     net.feature_dim = net.fc.in_features
     net.fc = nn.Identity()
+    net.options = replace(options, stem=stem)  # how to make it again
     return net
 
 
@@ -69,15 +71,39 @@ def require_possible(options: BackboneOptions) -> None:
         raise UserError(
             f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
         )
-    if options.name in _STAGES:
+    if options.name in _STAGES or ":" in options.name:
         return
-    known = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
-    if options.name not in known:
-        names = list(dict.fromkeys([*_STAGES, *known]))
-        instead = known_names(options.name, names, prefix="backbone.name=")
+    if options.name not in BACKBONES:
+        instead = known_names(options.name, list(BACKBONES), prefix="backbone.name=")
         raise UserError(f"backbone.name={options.name} is not known{instead}")
     if options.width != 64:
         raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
+
+
+_RESNETS = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
+BACKBONES: dict[str, Callable[..., nn.Module]] = dict.fromkeys([*_STAGES, *_RESNETS], build)
+
+
+def with_feature_dim(network: nn.Module, *, channels: int, image_size: int) -> nn.Module:
+    """A network of one's own as a backbone: ``feature_dim`` is found by a forward pass if it does not tell.
+
+    Args:
+        network: maps (n, channels, h, w) to (n, d).
+        channels: of an image.
+        image_size: side of an image.
+    """
+    if not hasattr(network, "feature_dim"):
+        training = network.training
+        with torch.no_grad():
+            features = network.eval()(torch.zeros(2, channels, image_size, image_size))
+        network.train(training)
+        if features.dim() != 2:
+            raise UserError(
+                f"the backbone {type(network).__name__} maps images to {tuple(features.shape)}; it must be (n, d), "
+                f"e.g. with a global pooling and without the classifier"
+            )
+        network.feature_dim = features.shape[1]
+    return network
 
 
 def resnet10(width: int = 64, *, stem: str = "cifar", channels: int = 3) -> nn.Module:

@@ -1,191 +1,233 @@
-"""The rounds: four numbered steps (`Orchestrator._run_round`) and a list of callbacks."""
+"""What `pl.Trainer` is for one machine, `FederatedTrainer` is for a federation: the rounds.
+
+    data = FederatedDataModule("cifar10", partition=Dirichlet(clients=10, beta=0.5))
+    trainer = FederatedTrainer(max_rounds=3, local_epochs=1, default_root_dir="runs/try")
+    trainer.fit(FedXBYOL(resnet18(width=16)), data)
+    trainer.evaluate()
+
+A round has four numbered steps, in `FederatedTrainer._run_round`. Everything else is a callback.
+"""
 
 from __future__ import annotations
 
-import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
 
 from fedx_pl import engines
+from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.dashboard import Dashboard
-from fedx_pl.callbacks.drift import Drift
-from fedx_pl.callbacks.evaluation import Evaluation
-from fedx_pl.callbacks.export import SaveEncoder
-from fedx_pl.callbacks.health import Health
-from fedx_pl.callbacks.metrics import MetricsFiles
-from fedx_pl.callbacks.privacy import PrivacyBudget
-from fedx_pl.callbacks.quarantine import Quarantine
-from fedx_pl.engines import Engine, Lost, Watcher
-from fedx_pl.errors import UserError
-from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.callbacks.built_in import all_callbacks
+from fedx_pl.callbacks.health import Health, HealthOptions
+from fedx_pl.engines import Engine, EngineOptions
+from fedx_pl.errors import UserError, require
+from fedx_pl.evaluation import Evaluation
+from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
+from fedx_pl.federation import privacy
+from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
+from fedx_pl.federation.allocator import keep_freed_memory
+from fedx_pl.federation.attached import Attached
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
-from fedx_pl.federation.client import mean
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.collect import collect, next_state
+from fedx_pl.federation.device import device_of, resolve_precision
+from fedx_pl.federation.identity import Identity, identity_of
+from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.federation.robust import make_rule
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
+from fedx_pl.federation.round import GlobalState, RoundRecord
 from fedx_pl.federation.run_folder import open_run
-from fedx_pl.files import size_of
 from fedx_pl.methods.base import SSLMethod
 
 if TYPE_CHECKING:
-    from fedx_pl.config.build import Plan
+    from fedx_pl.data.module import FederatedDataModule
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a finished run has to say."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class FederatedTrainer(Attached):
+    """Trains one model across clients, resuming after the last finished client if it is run again.
 
-    folder: Path
-    rows: list[dict[str, Any]]
-    untrained: dict[str, float]
-    seconds: float
-    alarms: list[str] = field(default_factory=list)
+    Nothing happens before `fit`.
 
+    Args:
+        max_rounds: communication rounds.
+        local_epochs: epochs that a client trains in a round.
+        clients_per_round: how many clients train in a round: a share if it is a float (1.0: all of them), a number
+            if it is an int.
+        min_clients: good updates that a round needs.
+        batchnorm: ``average`` BatchNorm's statistics too, or keep each client's own (``local``).
+        aggregate: the rule that makes one model of the clients'; the weighted mean if not given.
+        rule: one of your own; ``aggregate`` then has its settings.
+        regularizer: holds clients together by their weights, e.g. ``FedProx(mu=0.01)``.
+        privacy: what a client does to its update before it leaves.
+        evaluation: how and how often the encoder is measured; None: never.
+        evaluations: of your own, whenever kNN is due.
+        health: when to raise an alarm.
+        engine: where clients train: ``EngineOptions(name="ray")``, or a subclass of `Engine`; this process if not
+            given.
+        callbacks: what happens around the rounds.
+        client_callbacks: Lightning callbacks of every client's `pl.Trainer`.
+        logger: True: a TensorBoard dashboard in the run folder; or Lightning loggers, which get the round's
+            numbers.
+        default_root_dir: the run folder; a folder in ``runs`` that is named after the run if not given.
+        accelerator: ``auto``, ``cpu`` or ``gpu``.
+        devices: which GPU, e.g. ``[1]``; the first if not given.
+        precision: as of `pl.Trainer`, or ``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, else
+            32-true.
+        compile: run the networks through `torch.compile`.
+        threads: CPU threads; 0: torch's choice.
+        seed: all randomness of the rounds derives from it. The model's first weights are the caller's.
+        max_time: no round begins after so long, as of `pl.Trainer`: ``"00:12:00:00"``, a timedelta, a dict.
+        fast_dev_run: one round of one batch, or of so many, with two clients, in a folder that is deleted.
+        enable_progress_bar: show progress on the terminal.
+        keep: how many checkpoints to keep.
+        client_curves: how many clients have drift, angle and curves of their own.
+        resume: go on with what the run folder holds; False: the folder must be new.
+        fork: a run folder to take the first weights from.
+        identity: how the run is described in its folder; made from the objects if not given.
+    """
 
-class Orchestrator(Watcher):
-    """Runs the rounds of a plan in its run folder, resuming after the last finished round."""
+    max_rounds: int = 100
+    local_epochs: int = 10
+    clients_per_round: int | float = 1.0
+    min_clients: int = 1
+    batchnorm: str = "average"
+    aggregate: AggregateOptions = field(default_factory=AggregateOptions)
+    rule: type[Aggregator] | None = None
+    regularizer: Regularizer = field(default_factory=Regularizer)
+    privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
+    evaluation: EvaluationOptions | None = field(default_factory=EvaluationOptions)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    health: HealthOptions = field(default_factory=HealthOptions)
+    engine: EngineOptions | Callable[[FederatedTrainer], Engine] = field(default_factory=EngineOptions)
+    callbacks: list[RoundCallback] = field(default_factory=list)
+    client_callbacks: list[pl.Callback] = field(default_factory=list)
+    logger: Logger | Sequence[Logger | bool] | bool = True
+    default_root_dir: str | Path | None = None
+    accelerator: str = "auto"
+    devices: Sequence[int] | int | str = "auto"
+    precision: str = "auto"
+    compile: bool = False
+    threads: int = 0
+    seed: int = 0
+    max_time: str | timedelta | dict[str, int] | None = None
+    fast_dev_run: bool | int = False
+    enable_progress_bar: bool = True
+    keep: int = 2
+    client_curves: int = 10
+    resume: bool = True
+    fork: str | Path = ""
+    identity: Identity | None = None
 
-    def __init__(
-        self,
-        plan: Plan,
-        callbacks: RoundCallback | Sequence[RoundCallback] = (),
-        make_engine: Callable[[Plan, Watcher], Engine] = engines.make,
-    ) -> None:
-        """Opens or creates the run folder.
-
-        Args:
-            plan: what to run.
-            callbacks: the user's own, beside the built-in ones.
-            make_engine: where clients train; what the configuration names if not given.
-        """
-        self.plan, self.make_engine = plan, make_engine
-        given = [callbacks] if isinstance(callbacks, RoundCallback) else callbacks
-        self.callbacks = built_in(plan, [*plan.own_callbacks(), *given])
-        self.model: SSLMethod = plan.model
-        self.device: torch.device = plan.device
-        self.max_rounds = plan.config.federation.rounds
-        self.folder = plan.config.run_folder
+    def __post_init__(self) -> None:
+        for name in ("max_rounds", "local_epochs", "min_clients", "keep"):
+            require(name, value := getattr(self, name), value >= 1, instead=f"{name}=1 or more")
+        sampled = self.clients_per_round
+        possible = sampled >= 1 if isinstance(sampled, int) else 0 < sampled <= 1
+        require("clients_per_round", sampled, possible, instead="a number, or a share in (0, 1], e.g. 0.5")
+        require(
+            "batchnorm",
+            self.batchnorm,
+            self.batchnorm in ("average", "local"),
+            instead='batchnorm="average" or "local"',
+        )
+        self.aggregate.require_possible(self.min_clients)
+        if self.fast_dev_run:
+            self.max_rounds = self.local_epochs = 1
+            self.clients_per_round, self.evaluation, self.logger = 2, None, False
+        self.device = device_of(self.accelerator, self.devices)
+        resolve_precision(self.precision, self.device)  # Refuses what this device cannot do.
+        self.callbacks = all_callbacks(self)
         self.should_stop = False
         self.excluded: list[int] = []  # clients that are not asked
         self.untrained_seconds = 0.0  # of measuring the untrained network
-        self._checkpoints = Checkpoints(self.folder, plan.config.run.keep)
-        self._unfinished = UnfinishedRound(self.folder)
-        self._record: RoundRecord | None = None
         self.state = RunState()
-        self._lock, (self.state, global_state) = open_run(plan.run_settings(), self._checkpoints, self.note)
-        self.global_state = global_state.to(self.device)
-        for callback in self.callbacks:
-            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
-            callback.setup(self)
+        self.global_state = GlobalState(weights={})
+        self._record: RoundRecord | None = None
 
-    def run(self) -> Result:
-        """Trains to the last round; everything of a finished round is on disk before the next begins."""
-        try:
-            with self._lock, closing(self.make_engine(self.plan, self)) as self.engine:
-                self.model.load_shared(self.global_state.weights)
-                self._call("on_fit_start")
-                while self.current_round < self.max_rounds and not self.should_stop:
-                    self._run_round()
-                self._checkpoints.clear()  # Again, in case the last round was committed and then cut off.
-                self._unfinished.clear()
-                self._call("on_fit_end")
-        except BaseException as exception:
-            self._call("on_exception", exception)
-            raise
-        alarms = self.state.callbacks.get("Health", {}).get("alarms", [])
-        return Result(self.folder, self.history, self.untrained, self.seconds, alarms)
+    # --- what to call -------------------------------------------------------------------------------------------------
+
+    def fit(self, model: SSLMethod, data: FederatedDataModule) -> None:
+        """Trains to the last round; everything of a finished round is on disk before the next begins.
+
+        Args:
+            model: holds the first weights; at the end, those of the last round.
+            data: the clients' images.
+
+        Raises:
+            UserError: the run folder holds another run, or something cannot be done; it says what to do instead.
+        """
+        self.attach(model, data)
+        with self._open():
+            try:
+                with closing(self._make_engine()) as self.workplace:
+                    model.load_shared(self.global_state.weights)
+                    self._call("on_fit_start")
+                    while self.current_round < self.max_rounds and not self.should_stop:
+                        self._run_round()
+                    self.checkpoints.clear()  # Again, in case the last round was committed and then cut off.
+                    self.unfinished.clear()
+                    self._call("on_fit_end")
+            except BaseException as exception:
+                self._call("on_exception", exception)
+                raise
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracies of the model that `fit` has trained, in percent, by kNN and by a linear probe."""
+        if not hasattr(self, "evaluator"):
+            raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
+        return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
+
+    def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
+        """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
+        privacy.require_possible(self.privacy, self.regularizer)
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        data.setup()
+        self.model, self.datamodule = model, data
+        self.evaluator = Evaluator(
+            self.evaluation or EvaluationOptions(), data.images, data.augment.plain, seed=self.seed
+        )
+        self.description = self.identity or identity_of(self, model, data)
+        self.folder = Path(self.default_root_dir or Path("runs") / self.description.folder_name)
+        most = f"at most {data.num_clients}: there are no more clients"
+        require("min_clients", self.min_clients, self.min_clients <= data.num_clients, instead=most)
+        privacy.require_budget(self.privacy, self.max_rounds, self.epsilon_after)
+        sample = self.client_data(0, round_number=1) if data.clients else None
+        require_fitting_optimizer(self.regularizer, model, sample)
+
+    # --- a round ------------------------------------------------------------------------------------------------------
 
     def _run_round(self) -> None:
-        plan, number = self.plan, self.current_round + 1
+        number = self.current_round + 1
         # (1) Choose the clients and freeze what they all start from.
-        clients = self.engine.choose(number, away=self.excluded)
+        clients = self.workplace.choose(number, away=self.excluded)
         started = time.perf_counter()  # Now: real sites may have been waited for.
-        context = RoundContext(
-            round=number,
-            rounds=self.max_rounds,
-            epochs=plan.config.federation.epochs,
-            seed=plan.config.seed,
-            global_state=self.global_state,
-            batchnorm=plan.config.federation.batchnorm,
-        )
-        record = self._record = RoundRecord(context=context, clients=clients)
+        record = self._record = RoundRecord(context=self._context(number), clients=clients)
         self._call("on_round_start", record)
         # (2) Each trains by itself, and (3) is folded into the average as it comes back.
-        average = make_rule(plan.config.aggregate, self.global_state)
-        saved = dict(self._collect(record, average))
+        rule = make_rule(self.aggregate, self.global_state, self.rule)
+        saved = collect(self, record, rule)
         self._require_enough(number, len(record.updates))
-        self.global_state = self._next_state(record, average, saved)
+        self.global_state = next_state(self, record, rule, saved=saved)
         self.model.load_shared(self.global_state.weights)
         record.train_seconds = time.perf_counter() - started
         # (4) Measure, log, save. What is logged and then not saved is cut off when the run is resumed.
-        record.row = summary(record)
+        record.row = record.summary()
         self._call("on_round_end", record)
         self._commit(record, saved)
         self._call("on_round_saved", record)
-
-    def _collect(self, record: RoundRecord, average: Aggregator) -> Iterator[tuple[int, ClientRecord]]:
-        """Aggregates updates: those that an earlier process had saved, then the others as they come."""
-        record.bytes_down = size_of(self.global_state.tensors()) * len(record.clients)
-        for update, saved in self._unfinished.load(record.number):
-            record.resumed.append(update.client)
-            update = replace(update, state=update.state.to(self.device))
-            self._aggregate(record, average, update)
-            self._keep(record, update)
-            yield update.client, saved
-        waiting = [client for client in record.clients if client not in record.resumed]
-        for outcome in self.engine.run(record.context, waiting, self._memory_of) if waiting else ():
-            try:
-                if isinstance(outcome, Lost):
-                    raise BadUpdate(outcome.reason)
-                self._aggregate(record, average, outcome)
-            except BadUpdate as reason:
-                self._refuse(record, outcome, str(reason))
-            else:
-                saved = self._checkpoints.save_client(outcome)
-                self._unfinished.save(record.number, outcome, saved)
-                self._keep(record, outcome)
-                yield outcome.client, saved
-        record.updates.sort(key=lambda update: update.client)  # In whatever order they came.
-
-    def _aggregate(self, record: RoundRecord, average: Aggregator, update: Update) -> None:
-        """Folds an update into the average, or raises `BadUpdate`."""
-        started = time.perf_counter()
-        tensors = update.state.tensors()
-        record.bytes_up += size_of(tensors)  # Also if it is refused: it came.
-        average.add(tensors, update.num_images, update.client)
-        record.aggregate_seconds += time.perf_counter() - started
-
-    def _keep(self, record: RoundRecord, update: Update) -> None:
-        """Keeps an aggregated update without its tensors, whose size would add up."""
-        self._call("on_client_update", record, update)
-        light = replace(update, state=GlobalState(weights={}), memory=update.memory.without_tensors())
-        record.updates.append(light)
-
-    def _refuse(self, record: RoundRecord, outcome: Update | Lost, reason: str) -> None:
-        client = outcome.client
-        record.refused[client] = reason
-        if not isinstance(outcome, Lost) or outcome.fault:
-            record.at_fault.add(client)
-        self.note(f"dropped {self.name_of(client)}: {reason}")
-        self._call("on_client_refused", record, client, reason)
-
-    def _next_state(self, record: RoundRecord, average: Aggregator, saved: dict[int, ClientRecord]) -> GlobalState:
-        """The averaged weights, and what the regularizer's server makes of the averaged rest."""
-        met = (self.state.clients | saved).values()  # Of real sites, only those are known.
-        started = time.perf_counter()
-        share = average.num_images / (sum(map(len, self.plan.clients)) or sum(client.images for client in met))
-        combined = GlobalState.from_tensors(average.result())
-        server = self.plan.regularizer.fold(self.global_state.server, combined.server, share)
-        record.aggregate_seconds += time.perf_counter() - started
-        for client, remark in average.remarks.items():
-            self.note(f"{self.name_of(client)}: {remark}")
-        return GlobalState(weights=combined.weights, server=server)
 
     def _commit(self, record: RoundRecord, saved: dict[int, ClientRecord]) -> None:
         self.state = RunState(
@@ -195,52 +237,71 @@ class Orchestrator(Watcher):
             clients={**self.state.clients, **saved},
             seconds=self.state.seconds + record.row["round_seconds"],
             callbacks={callback.state_key: callback.state_dict() for callback in self.callbacks},
-            config=self.plan.config.hash,
+            config=self.description.hash,
         )
-        self._checkpoints.commit(self.state, self.global_state)
-        self._unfinished.clear()
-
-    def _memory_of(self, client: int) -> ClientMemory | None:
-        return self._checkpoints.load_client(client, self.state.clients.get(client))
+        self.checkpoints.commit(self.state, self.global_state)
+        self.unfinished.clear()
 
     def _require_enough(self, number: int, good: int) -> None:
-        needed = self.plan.config.federation.min_clients
-        if good < needed:
+        if good < self.min_clients:
+            told = self.description
+            again = "type the same command" if told.typed else "call fit again"
+            asking = "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
             raise UserError(
-                f"round {number} has {good} good updates, federation.min_clients={needed}; "
-                f"round {number - 1} is saved in {self.folder}. When the clients named above are mended, type the same "
-                f"command to go on with round {number}; add aggregate.quarantine=0 to ask those in quarantine, too"
+                f"round {number} has {good} good updates, {told.key('min_clients')}={self.min_clients}; "
+                f"round {number - 1} is saved in {self.folder}. When the clients named above are mended, {again} to go "
+                f"on with round {number}; add {asking} to ask those in quarantine, too"
             )
+
+    # --- the run folder -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Makes the run folder ready, and everything what it was when the last round was saved."""
+        with ExitStack() as closing_all:
+            if self.fast_dev_run:
+                self.folder = Path(closing_all.enter_context(tempfile.TemporaryDirectory()))
+            self.should_stop, self.excluded, self._record = False, [], None
+            self.checkpoints = Checkpoints(self.folder, self.keep)
+            self.unfinished = UnfinishedRound(self.folder)
+            lock, (self.state, global_state) = open_run(self)
+            closing_all.enter_context(lock)
+            self.global_state = global_state.to(self.device)
+            for callback in self.callbacks:
+                callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+                callback.setup(self)
+            yield
+
+    # --- who trains, and how ------------------------------------------------------------------------------------------
+
+    def local_settings(self) -> dict[str, Any]:
+        """The keyword arguments of `LocalTrainer`, wherever it trains."""
+        return {
+            "precision": self.precision,
+            "compile": self.compile,
+            "regularizer": self.regularizer,
+            "privacy": self.privacy,
+            "callbacks": [Angle(self.client_curves), *self.client_callbacks],
+            "max_batches": int(self.fast_dev_run),
+        }
+
+    def local_trainer(self) -> LocalTrainer:
+        """Trains clients in this process."""
+        return LocalTrainer(self.model, device=self.device, tick=self.step, **self.local_settings())
+
+    def _make_engine(self) -> Engine:
+        return engines.make(self.engine, self) if isinstance(self.engine, EngineOptions) else self.engine(self)
 
     # --- what callbacks may ask and do --------------------------------------------------------------------------------
 
     @property
-    def current_round(self) -> int:
-        """The last round that is saved; 0 before the first."""
-        return self.state.round
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The rows of all saved rounds."""
-        return self.state.rows
-
-    @property
-    def untrained(self) -> dict[str, float]:
-        """What the untrained network can do."""
-        return self.state.untrained
-
-    @untrained.setter
-    def untrained(self, measures: dict[str, float]) -> None:
-        self.state.untrained = measures
-
-    @property
-    def seconds(self) -> float:
-        """How long all saved rounds took."""
-        return self.state.seconds
+    def alarms(self) -> list[str]:
+        """What went wrong in any round."""
+        return [alarm for callback in self.callbacks if isinstance(callback, Health) for alarm in callback.alarms]
 
     def name_of(self, client: int) -> str:
         """A client's name for people."""
-        return self.engine.name_of(client)
+        return self.workplace.name_of(client)
 
     def note(self, text: str) -> None:
         """Tells the user something; within a round, it is kept with the round."""
@@ -262,62 +323,3 @@ class Orchestrator(Watcher):
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
-
-
-def built_in(plan: Plan, own: Sequence[RoundCallback]) -> list[RoundCallback]:
-    """All callbacks of a run. Their order counts: first who measures, then the user's own, then who shows it all."""
-    config, evaluator = plan.config, plan.evaluator
-    return [
-        MetricsFiles(),
-        Drift(config.run.client_curves),
-        Evaluation(evaluator),
-        *([PrivacyBudget(plan.epsilon_after)] if config.privacy.noise else []),
-        Health(config.health),
-        Quarantine(config.aggregate.quarantine),
-        *own,
-        Dashboard(
-            evaluator=evaluator,
-            hparams=config.hparams(),
-            text=f"```yaml\n{config.to_yaml()}```",
-            client_curves=config.run.client_curves,
-        ),
-        SaveEncoder(),
-    ]
-
-
-def summary(record: RoundRecord) -> dict[str, Any]:
-    """The numbers of a round that need no evaluation: losses, what clients measured, times and traffic."""
-    updates = record.updates
-    row: dict[str, Any] = {"round": record.number}
-    # By name: a site's word is its own, and one that tells other losses must not stop the run.
-    for name in dict.fromkeys(name for update in updates for name in update.loss_names):
-        telling = [update for update in updates if name in update.loss_names]
-        means = [update.loss(name).mean().item() for update in telling]
-        row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(
-            means, [update.num_images for update in telling]
-        )
-    for name in dict.fromkeys(name for update in updates for name in update.metrics):
-        row[name] = mean([update.metrics[name] for update in updates if name in update.metrics])
-    data_seconds = sum(update.data_seconds for update in updates)
-    return row | {
-        "clients": len(updates),
-        "dropped": len(record.refused),
-        "images_per_second": images_per_second(record),
-        "train_seconds": record.train_seconds,
-        "round_seconds": record.train_seconds,
-        "data_seconds": data_seconds,
-        "step_seconds": sum(update.seconds for update in updates) - data_seconds,
-        "aggregate_seconds": record.aggregate_seconds,
-        "bytes_up": record.bytes_up,
-        "bytes_down": record.bytes_down,
-    }
-
-
-def images_per_second(record: RoundRecord) -> float:
-    """The rate of this process: images of clients that an earlier one had trained took none of its time."""
-    here = [update for update in record.updates if update.client not in record.resumed]
-    if here:
-        return sum(update.images_seen for update in here) / record.train_seconds
-    # All were there when the run was resumed: their own rate, one after the other.
-    seconds = sum(update.seconds for update in record.updates)
-    return sum(update.images_seen for update in record.updates) / seconds if seconds else 0.0

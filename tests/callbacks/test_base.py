@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import fitted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.dashboard import layout
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.federation.round import RoundRecord, Update
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 
-def run(words: list[str], *callbacks: RoundCallback) -> Result:
-    return Orchestrator(prepare(compose(words), report=lambda line: None), callbacks).run()
+def run(words: list[str], *callbacks: RoundCallback) -> FederatedTrainer:
+    return fitted(compose(words), *callbacks)
 
 
 class Everything(RoundCallback):
@@ -49,10 +49,10 @@ class Loudest(RoundCallback):
     def __init__(self, stop_after: int = 0) -> None:
         self.seen, self.stop_after = 0, stop_after
 
-    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
         update.metrics["weights"] = float(len(update.state.weights))
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         self.seen += 1
         record.row["loudest"] = max(float(update.loss().mean()) for update in record.updates)
         trainer.note("the loudest client is known")
@@ -69,13 +69,13 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
     result = run(tiny, Loudest())
     with open(result.folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["loudest"]) for row in rows] == [row["loudest"] for row in result.rows]
-    assert all(row["loudest"] >= row["loss"] for row in result.rows)
-    assert result.rows[0]["weights"] > 10
+    assert [float(row["loudest"]) for row in rows] == [row["loudest"] for row in result.history]
+    assert all(row["loudest"] >= row["loss"] for row in result.history)
+    assert result.history[0]["weights"] > 10
     events = EventAccumulator(str(result.folder / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("custom/loudest")) == 2
-    pages = layout(result.rows, ["loudest"])
+    pages = layout(result.history, ["loudest"])
     assert pages["Custom"] == {"loudest": ["custom/loudest$"]}
     assert "loudest" not in pages["Clients"]  # There it would be a chart without a curve.
     assert "weights" in pages["Clients"]
@@ -84,9 +84,9 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
 def test_a_callback_stops_the_run_and_its_state_outlives_the_process(tiny: list[str], tmp_path: Path) -> None:
     words = [*tiny, "federation.rounds=3", f"run.dir={tmp_path / 'run'}"]
     first = Loudest(stop_after=1)
-    assert [row["round"] for row in run(words, first).rows] == [1]
+    assert [row["round"] for row in run(words, first).history] == [1]
     second = Loudest()
-    assert [row["round"] for row in run(words, second).rows] == [1, 2, 3]
+    assert [row["round"] for row in run(words, second).history] == [1, 2, 3]
     assert second.seen == 3
 
 
@@ -94,10 +94,10 @@ def test_an_exception_reaches_callbacks_and_the_caller(tiny: list[str]) -> None:
     class Broken(RoundCallback):
         heard: BaseException | None = None
 
-        def on_round_start(self, trainer: Orchestrator, record: RoundRecord) -> None:
+        def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
             raise RuntimeError("enough")
 
-        def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+        def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
             self.heard = exception
 
     broken = Broken()

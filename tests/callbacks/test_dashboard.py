@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import THREADS, data_for, make_model
+from helpers import THREADS, data_for, fitted, make_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -17,23 +17,21 @@ from torch import nn
 from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.dashboard import band, layout
 from fedx_pl.callbacks.drift import drift_of
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.evaluation.geometry import angles
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.methods.simclr import SimCLR
-from fedx_pl.trainer import Orchestrator
 
 
 def run(words: list[str]) -> None:
-    Orchestrator(prepare(compose(words), report=lambda line: None)).run()
+    fitted(compose(words))
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedU with FedX, three clients of whom two have curves of their own, two rounds."""
-    found = tmp_path_factory.mktemp("cockpit")
+    found = tmp_path_factory.mktemp("dashboard")
     run([
         "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}",
         "method=fedu",
@@ -143,7 +141,7 @@ def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path, tiny_ro
     config = (folder / "config.yaml").read_text()
     from fedx_pl.config.compose import load
 
-    Orchestrator(prepare(load(folder / "config.yaml"), report=lambda line: None)).run()
+    fitted(load(folder / "config.yaml"))
     assert sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*")) == before
     assert (folder / "config.yaml").read_text() == config
 
@@ -156,7 +154,7 @@ def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
     (board / "projector_config.pbtxt").unlink()
     (board / "00000" / "encoder" / "tensors.tsv").write_text("torn")
     (board / ".projector.tmp").mkdir()
-    Orchestrator(prepare(load(folder / "config.yaml"), report=lambda line: None)).run()
+    fitted(load(folder / "config.yaml"))
     assert (board / "projector_config.pbtxt").exists()
     assert len((board / "00000" / "encoder" / "tensors.tsv").read_text().splitlines()) == 60
     assert not (board / ".projector.tmp").exists()

@@ -12,7 +12,6 @@ from rich.console import Console
 from fedx_pl.callbacks.eta import Eta, Pace
 from fedx_pl.callbacks.progress import Terminal
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
-from fedx_pl.trainer import images_per_second
 
 
 class Clock:
@@ -236,6 +235,6 @@ def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:
     context = RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=GlobalState(weights={}))
     updates = [update(0, 900, seconds=30.0), update(1, 100, seconds=10.0)]
     record = RoundRecord(context=context, clients=[0, 1], updates=updates, resumed=[0], train_seconds=10.0)
-    assert images_per_second(record) == 10
+    assert record.images_per_second() == 10
     record = replace(record, resumed=[0, 1], train_seconds=0.1)
-    assert images_per_second(record) == 25
+    assert record.images_per_second() == 25

@@ -8,28 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import METHOD, forget_modules, tiny_federation
+from helpers import METHOD, fitted, forget_modules, made, silent, tiny_federation
 from torch import nn
 
-from fedx_pl.cli import evaluate as revisit
 from fedx_pl.cli.evaluate import evaluate_run
-from fedx_pl.config.build import Plan, prepare
 from fedx_pl.config.compose import compose, load
 from fedx_pl.errors import UserError
+from fedx_pl.evaluation import embedding
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import RoundContext
-from fedx_pl.trainer import Orchestrator
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
 
 
-def silent(line: str) -> None: ...
-
-
 def train(*overrides: str) -> Path:
-    return Orchestrator(prepare(compose(overrides), report=silent)).run().folder
+    return fitted(compose(overrides)).folder
 
 
 @pytest.fixture(scope="module")
@@ -96,26 +91,27 @@ def test_semi_has_a_result_for_each_share_of_the_labels(run: Path) -> None:
 
 def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None:
     """By hand: clients train from the last global model with their own memories, and arccos of cosines is averaged."""
-    plan = prepare(load(run / "config.yaml"), report=silent)
+    again = made(load(run / "config.yaml"))
+    data = again.data.images
     checkpoints = Checkpoints(run)
     state, weights = checkpoints.latest()
-    test = torch.from_numpy(plan.data.test.images)
+    test = torch.from_numpy(data.test.images)
 
     def z() -> torch.Tensor:
-        plan.model.eval()
+        again.model.eval()
         with torch.no_grad():
-            return nn.functional.normalize(plan.model.embed(plan.augment.plain(test)))
+            return nn.functional.normalize(again.model.embed(again.data.augment.plain(test)))
 
-    plan.load(weights)
+    again.load(weights)
     seen = z()
-    trainer = LocalTrainer(plan.model, device=plan.device, precision=plan.precision)
+    trainer = LocalTrainer(again.model, device=again.trainer.device)
     angles = []
     for client in range(3):
         memory = checkpoints.load_client(client, state.clients[client])
         trainer.run(
             RoundContext(round=3, rounds=3, epochs=1, seed=0, global_state=weights, batchnorm="average"),
             client=client,
-            data=plan.client_data(client, 3),
+            data=again.trainer.client_data(client, 3),
             memory=memory,
         )
         angles.append((seen * z()).sum(1).clamp(-1, 1).arccos().rad2deg())
@@ -124,9 +120,9 @@ def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None
     found = evaluate_run(run, ["geometry"], report=silent)["geometry"]
     assert found["clients"] == 3
     assert found["local_global_mean"] == pytest.approx(angles.mean().item(), rel=1e-3)
-    frog = angles[:, torch.from_numpy(plan.data.test.labels) == plan.data.classes.index("frog")]
+    frog = angles[:, torch.from_numpy(data.test.labels) == data.classes.index("frog")]
     assert found["local_global"]["frog"]["median"] == pytest.approx(np.median(frog.numpy()), rel=1e-3)
-    assert list(found["local_global"]) == list(plan.data.classes)
+    assert list(found["local_global"]) == list(data.classes)
     assert len(found["interclass"]) == 45
     assert found["interclass_mean"] == pytest.approx(np.mean(found["interclass"]), abs=1e-3)
     assert 0 < found["alignment"] < 4
@@ -187,7 +183,7 @@ def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
 @pytest.mark.parametrize(
     ("kinds", "overrides", "message"),
     [
-        (["lineal"], [], "'lineal'.*linear, knn, semi, geometry"),
+        (["lineal"], [], "RUN lineal is not known.*linear, knn, semi, geometry"),
         (["knn"], ["federation.rounds=3"], r"federation.rounds cannot be changed.*evaluation\.\*"),
         (["knn"], ["method=moco"], "method cannot be changed"),
         (["knn"], ["evaluation.linear={epochs: 3}"], "evaluation.linear cannot be changed"),
@@ -246,15 +242,15 @@ def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
 def test_some_of_the_images_are_not_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 of 24 for the angles and 8 of these for the alignment: dark and bright ones in both."""
     folder, seen = train_unlabelled(tmp_path), []
-    embed = revisit._embed
+    embed = embedding.embed
 
-    def watched(plan: Plan, images: np.ndarray, *prepare: Any) -> torch.Tensor:
+    def watched(run: Any, images: np.ndarray, *prepare: Any) -> torch.Tensor:
         seen.append((len(images), {bool(image.mean() > 100) for image in images}))
-        return embed(plan, images, *prepare)
+        return embed(run, images, *prepare)
 
-    monkeypatch.setattr(revisit, "_embed", watched)
-    monkeypatch.setattr(revisit, "_UNLABELLED", 12)
-    monkeypatch.setattr(revisit, "_VIEWED", 8)
+    monkeypatch.setattr(embedding, "embed", watched)
+    monkeypatch.setattr(embedding, "UNLABELED", 12)
+    monkeypatch.setattr(embedding, "VIEWED", 8)
     found = evaluate_run(folder, ["geometry"], report=silent)
     assert [count for count, _ in seen] == [12, 8, 8, 12, 12]
     assert all(kinds == {True, False} for _, kinds in seen)

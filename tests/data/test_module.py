@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-import yaml
 from helpers import make_model
 from torch.utils.data import Dataset
 
 from fedx_pl import FedXMixin, FedXOptions
-from fedx_pl.config.compose import CONFIGS
+from fedx_pl.config.compose import compose
 from fedx_pl.data.images import DataOptions
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.data.partition import IID, Dirichlet
@@ -44,8 +43,8 @@ def test_a_named_set_is_loaded_and_dealt(tiny_root: Path) -> None:
 
 def test_the_means_of_named_sets_are_those_of_the_configuration() -> None:
     for name, (mean, std) in STATISTICS.items():
-        content = yaml.safe_load((CONFIGS / "data" / f"{name}.yaml").read_text())["data"]
-        assert (tuple(content["mean"]), tuple(content["std"])) == (mean, std)
+        options = compose([f"data={name}"]).data
+        assert (tuple(options.mean), tuple(options.std)) == (mean, std)
 
 
 def test_a_client_s_batches_depend_on_seed_round_and_client_only() -> None:

@@ -32,7 +32,9 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
 
 def deal(options, labels, groups, *, clients, seed=0, fingerprint="", num_images=100):
     images = Split(np.zeros((num_images, 1, 1, 1), np.uint8), labels, groups)
-    data = ImageData("test", images, None, (), (), "here", fingerprint)
+    data = ImageData(
+        name="test", train=images, test=None, classes=(), group_names=(), source="here", fingerprint=fingerprint
+    )
     return options.made(clients).deal(data, seed)
 
 
@@ -314,7 +316,7 @@ def test_make_explains_what_does_not_fit(options, labels, groups, words):
 
 def test_an_unknown_kind_and_a_bad_beta_are_refused_at_once():
     with pytest.raises(UserError, match=r"partition\.kind=dirichlt .* did you mean partition\.kind=dirichlet"):
-        PartitionOptions(kind="dirichlt")
+        PartitionOptions(kind="dirichlt").made(clients=3)
     with pytest.raises(UserError, match=r"partition\.beta=0"):
         PartitionOptions(beta=0)
 

@@ -1,7 +1,8 @@
 """Every block of code in README.md and docs/ does what the page says: it runs, or it is what the program accepts.
 
-Python blocks of a page run in order, in one namespace and in one folder. Federations are shrunk to tiny images on the
-way in. Commands are read by the real parser and their overrides composed; in tutorials they are run as well.
+Python blocks of a page run in order, in one namespace and in one folder. Federations are shrunk on the way in: words
+get more words, and CIFAR-10 is a tiny one. Commands are read by the real parser and their overrides composed; in
+tutorials they are run as well.
 """
 
 import argparse
@@ -12,21 +13,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from doc_blocks import PAGES, ROOT, SHELL, blocks_of, prose_of
 from helpers import THREADS
 from PIL import Image
+from pytorch_lightning.loggers.logger import DummyLogger
 from safetensors.torch import save_file
 
-from fedx_pl import api, backbones, methods
+from fedx_pl import FederatedTrainer, RoundCallback, api, backbones, methods
 from fedx_pl.cli import main as cli
-from fedx_pl.cli.evaluate import KINDS
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
+from fedx_pl.data import sources
+from fedx_pl.data.images import DataOptions, ImageData
 from fedx_pl.errors import UserError
+from fedx_pl.evaluation import EVALUATIONS
+from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.methods.parameters import hyper_parameters
 
 pytestmark = pytest.mark.xdist_group("docs")
@@ -65,15 +72,22 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) ->
 
 
 @pytest.fixture
-def at_work(workshop: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_work(workshop: Path, tiny_root: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the workshop, with every federation shrunk; modules that pages wrote are forgotten afterwards."""
+    load = sources.load
 
     def shrunk(words: list[str]) -> Config:
         return compose([*words, *shrink(words, tiny_words)])
 
+    def load_tiny(options: DataOptions, *arguments: Any, **others: Any) -> ImageData:
+        if options.name == "cifar10":  # Of which a page says no root, or that of a reader's.
+            options = replace(options, root=str(tiny_root), verify=False, download=False)
+        return load(options, *arguments, **others)
+
     monkeypatch.chdir(workshop)
     monkeypatch.syspath_prepend(str(workshop))
     monkeypatch.setattr(api, "compose", shrunk)
+    monkeypatch.setattr(sources, "load", load_tiny)
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -148,7 +162,7 @@ def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str
         assert cli.main([*arguments, *([] if options.dry_run else ["--dry-run"])]) == 0, where
     elif command == "evaluate":
         kinds = {word for word in options.overrides if "=" not in word}
-        assert kinds <= set(KINDS), f"{where}: {kinds}"
+        assert kinds <= set(EVALUATIONS), f"{where}: {kinds}"
         compose(overrides)
     elif command == "data":
         compose([f"data={options.name}", *overrides])
@@ -262,3 +276,18 @@ def test_the_collector_sees_the_pages() -> None:
     run = [block for page in PAGES for block in blocks_of(page) if block.language in ("python", *SHELL)]
     assert len(run) > 30
     assert {"README.md", "first-federation.md", "data.md", "scale.md"} <= {block.page.name for block in run}
+
+
+def test_the_page_has_the_callbacks_in_their_order() -> None:
+    trainer = FederatedTrainer(
+        callbacks=[RoundCallback()],
+        logger=[DummyLogger(), True],
+        max_time="00:01:00:00",
+        privacy=PrivacyOptions(clip=1.0, noise=1.0),
+    )
+    order = [type(callback).__module__.rpartition(".")[2] for callback in trainer.callbacks]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\|.*", page.partition("## The order of callbacks")[2].partition("## ")[0], re.MULTILINE)[2:]
+    measuring, own, showing = (re.findall(r"`(\w+)\.py`", row) for row in rows)
+    assert not own
+    assert [*measuring, "base", *showing] == order

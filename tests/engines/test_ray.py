@@ -11,27 +11,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers import METHOD, PATIENCE, THREADS, Watching
+from helpers import METHOD, PATIENCE, THREADS, Watching, fitted, made
+from safetensors.torch import load_file
 from test_trainer import same, weights
 
+from fedx_pl import IID, FederatedDataModule, FedProx, SimCLR, resnet10
 from fedx_pl.cli.main import EXIT_INTERRUPTED, main
-from fedx_pl.config.build import Plan, prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
-from fedx_pl.engines import Lost, Watcher
+from fedx_pl.engines import Engine, EngineOptions, Lost
 from fedx_pl.engines.base import MemoryOf
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine, Sizes, import_ray
 from fedx_pl.engines.worker import pack, split_name, unpack
 from fedx_pl.errors import UserError, install_hint
+from fedx_pl.federation.estimate import steps_between
 from fedx_pl.federation.round import RoundContext
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 pytestmark = pytest.mark.xdist_group("ray")  # One Ray for all, also where tests run in two processes.
 
@@ -108,10 +112,15 @@ def mortal(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(
-    overrides: list[str], folder: Path, engine: Callable[[Plan, Watcher], Any] = SerialEngine, display: Any = None
-) -> Result:
-    plan = prepare(compose([*overrides, f"run.dir={folder}"]), report=lambda line: None)
-    return Orchestrator(plan, display or Watching(), engine).run()
+    overrides: list[str], folder: Path, engine: type[Engine] = SerialEngine, display: Any = None
+) -> FederatedTrainer:
+    config = compose([*overrides, f"run.dir={folder}"])
+    return fitted(config, display or Watching(), engine=on(engine, config))
+
+
+def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Engine]:
+    """Makes an engine with the options of a configuration, if it takes any."""
+    return partial(engine, options=config.engine) if issubclass(engine, RayEngine) else engine
 
 
 # --- the same result --------------------------------------------------------------------------------------------------
@@ -125,22 +134,43 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
     serial = run([*tiny, *method], tmp_path / "serial")
 
     class Complete(shared):
-        def __init__(self, plan: Plan, watcher: Watcher) -> None:
-            super().__init__(plan, watcher)
+        def __init__(self, trainer: FederatedTrainer, options: EngineOptions) -> None:
+            super().__init__(trainer, options)
             # Or the first worker could train these small clients before the second is ready.
             self.ray.wait([seat.ready for seat in self._seats], num_returns=self.sizes.workers)
 
-    plan = prepare(compose([*tiny, *method]), report=lambda line: None)
-    largest_first = sorted(range(3), key=lambda client: -len(plan.clients[client]))
+    whole = made(compose([*tiny, *method]))
+    largest_first = sorted(range(3), key=lambda client: -len(whole.data.clients[client]))
     for workers in (1, 2):
         display = Workers()
         overrides = [*tiny, *method, f"engine.workers={workers}"]
         result = run(overrides, tmp_path / f"ray-{workers}", Complete, display)
         assert same(weights(result), weights(serial))
-        assert result.rows[-1]["loss"] == serial.rows[-1]["loss"]
-        assert display.steps == plan.steps_between(1, 2)
+        assert result.history[-1]["loss"] == serial.history[-1]["loss"]
+        assert display.steps == steps_between(whole.trainer, 1, 2)
         assert [client for _, client in display.taken] == 2 * largest_first
         assert {worker for worker, _ in display.taken} == {f"worker {i + 1}" for i in range(workers)}
+
+
+def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
+    """Arrays, a class that no module has and a regularizer: as in one process, to the bit."""
+
+    class Mine(SimCLR):
+        """Pickled by value: nobody could import it."""
+
+    labels = np.arange(36) % 2
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 16, 16, 3), dtype=np.uint8)
+    ends = []
+    for name, engine in (("serial", SerialEngine), ("ray", partial(shared, options=EngineOptions(workers=1)))):
+        torch.manual_seed(0)
+        trainer = FederatedTrainer(
+            max_rounds=1, local_epochs=1, default_root_dir=tmp_path / name, engine=engine, evaluation=None,
+            regularizer=FedProx(mu=0.1), enable_progress_bar=False, threads=THREADS,
+        )  # fmt: skip
+        data = FederatedDataModule((pixels, labels), partition=IID(clients=3), batch_size=8)
+        trainer.fit(Mine(resnet10(width=4)), data)
+        ends.append(trainer.model.shared_state())
+    assert same(*ends)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -178,11 +208,12 @@ def test_errors_of_a_client_reach_the_user(mortal: list[str], tmp_path: Path, sh
 
 
 def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEngine) -> None:
-    plan = prepare(compose([*tiny, "engine.workers=1"]), report=lambda line: None)
-    other = replace(plan, clients=plan.clients[::-1])
-    assert split_name(other) != split_name(plan)
+    whole = made(config := compose([*tiny, "engine.workers=1"]), Watching(), engine=on(shared, config))
+    before = split_name(whole.data)
+    whole.data.clients.reverse()
+    assert split_name(whole.data) != before
     with pytest.raises(UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="):
-        Orchestrator(other, Watching(), shared).run()
+        whole.fit()
 
 
 def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules: Path, shared: MakeEngine) -> None:
@@ -193,16 +224,16 @@ def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules:
             (modules / "mid_run.py").write_text(METHOD + "# edited\n")
             return super().new_actor()
 
-    plan = prepare(compose([*tiny, "method=mid_run:Mine", "engine.workers=1"]), report=lambda line: None)
+    config = compose([*tiny, "method=mid_run:Mine", "engine.workers=1"])
     with pytest.raises(UserError, match="has other code of Mine than this process"):
-        Orchestrator(plan, Watching(), Edited).run()
+        fitted(config, engine=on(Edited, config))
 
 
 def test_a_worker_without_the_images_says_where_it_is(tiny: list[str], tmp_path: Path, shared: MakeEngine) -> None:
-    plan = prepare(compose([*tiny, "engine.workers=1"]), report=lambda line: None)
-    config = replace(plan.config, data=replace(plan.config.data, root=str(tmp_path / "nowhere")))
+    whole = made(config := compose([*tiny, "engine.workers=1"]), engine=on(shared, config))
+    whole.data.source = replace(config.data, root=str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"):
-        Orchestrator(replace(plan, config=config), Watching(), shared).run()
+        whole.fit()
 
 
 def test_the_client_of_a_dead_worker_is_tried_again(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
@@ -215,7 +246,7 @@ def test_the_client_of_a_dead_worker_is_tried_again(mortal: list[str], tmp_path:
     assert "died with client 1 (process" in note
     assert note.endswith("trying again")
     assert [client for _, client in display.taken].count(1) == 3
-    assert result.rows[0]["dropped"] == 0
+    assert result.history[0]["dropped"] == 0
     assert same(weights(result), weights(undisturbed))
 
 
@@ -235,7 +266,7 @@ def test_without_a_further_try_the_round_goes_on_without_the_client(
     display = Watching()
     result = run([*mortal, "engine.workers=2", "engine.retries=0"], tmp_path / "ray", shared, display)
     assert any(note.startswith("round 2: dropped client 1: worker") and "died" in note for note in display.notes)
-    assert [row["dropped"] for row in result.rows] == [0, 1]
+    assert [row["dropped"] for row in result.history] == [0, 1]
     assert same(weights(result), weights(expected))
 
 
@@ -262,20 +293,16 @@ def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest
     before = signal.signal(signal.SIGTERM, mine)
     try:
         with pytest.raises(KeyboardInterrupt):
-            RayEngine(prepare(compose([*tiny, "engine=ray"]), report=lambda line: None), Watching())
+            RayEngine(made(compose([*tiny, "engine=ray"])).trainer)
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
     assert calls == ["started", "ended"]
 
 
-def wanted(config: Config, clients: int) -> Any:
-    return SimpleNamespace(
-        engine=config.engine,
-        threads=config.run.threads,
-        on_cpu=config.run.device == "cpu",
-        clients_per_round=clients,
-    )
+def sizes(config: Config, clients: int, cores: int, gpus: int) -> Sizes:
+    seen = 0 if config.run.device == "cpu" else gpus
+    return Sizes.of(config.engine, clients=clients, cores=cores, gpus=seen, threads=config.run.threads)
 
 
 # --- how many workers -------------------------------------------------------------------------------------------------
@@ -299,14 +326,14 @@ def test_workers_share_the_machine(
     overrides: list[str], cores: int, gpus: int, expected: tuple[int, float, int]
 ) -> None:
     config = compose(["federation.clients=5", *overrides])
-    assert Sizes.of(wanted(config, config.federation.clients), cores, gpus) == expected
+    assert sizes(config, config.federation.clients, cores, gpus) == expected
 
 
 @pytest.mark.parametrize("overrides", [["engine.workers=3"], ["engine.workers=3", "engine.gpus_per_worker=0.6"]])
 def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
     """Two shares of 0.6 do not fit on one GPU."""
     with pytest.raises(UserError, match=r"engine.gpus_per_worker=.*there are 2 GPUs and 3 workers"):
-        Sizes.of(wanted(compose(overrides), 10), cores=8, gpus=2)
+        sizes(compose(overrides), 10, cores=8, gpus=2)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -354,7 +381,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     for place in (folder, tmp_path / "serial"):
         with pytest.raises(KeyboardInterrupt):
             run(overrides, place, SerialEngine, Until(interrupted + 1))
-        newest.append(weights(Result(place, [], {}, 0)))
+        newest.append(load_file(sorted((place / "checkpoints").iterdir())[-1] / "global.safetensors"))
     assert same(*newest)
 
 

@@ -28,7 +28,9 @@ def unlabelled(count: int, **options: Any) -> Evaluator:
     """Images whose first half is dark, as a folder that is sorted by path may be."""
     images = np.random.default_rng(0).integers(0, 100, (count, 16, 16, 3), dtype=np.uint8)
     images[count // 2 :] += 150
-    data = ImageData("folder", Split(images, None), None, (), (), "", "")
+    data = ImageData(
+        name="folder", train=Split(images, None), test=None, classes=(), group_names=(), source="", fingerprint=""
+    )
     return Evaluator(EvaluationOptions(**options), data, prepare, seed=0)
 
 
@@ -75,7 +77,16 @@ def labeled(limit: int, **options: Any) -> Evaluator:
     whole, test = Split(images[:45], labels[:45]), Split(images[45:], labels[45:])
     names = ("red", "green", "blue")
     train = whole.take(np.flatnonzero(whole.labels == 0)[:limit])
-    data = ImageData("folder", train, test, names, (), "", "", whole_train=whole)
+    data = ImageData(
+        name="folder",
+        train=train,
+        test=test,
+        classes=names,
+        group_names=(),
+        source="",
+        fingerprint="",
+        whole_train=whole,
+    )
     return Evaluator(EvaluationOptions(**options), data, prepare, seed=0)
 
 

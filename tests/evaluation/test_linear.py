@@ -104,7 +104,7 @@ def test_same_seed_same_result_and_the_global_generator_is_left_alone():
 
 def test_small_steps_run_on_one_thread_and_the_setting_is_put_back(monkeypatch):
     seen = []
-    monkeypatch.setattr(linear, "fit", lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(linear, "fit", lambda *_, **__: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     x, y = blobs(20, 4)
     try:

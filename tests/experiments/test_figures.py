@@ -22,7 +22,7 @@ def figure_of(folder, experiment):
 
 def test_a_line_is_the_mean_over_seeds_in_a_band_from_least_to_greatest(tmp_path):
     """Round 5: 38 and 40, mean 39; round 30: 41 and 45, mean 43; untrained 30."""
-    experiment = Experiment("one", "One", {"variant": AXES["variant"]}, base=BASE)
+    experiment = Experiment(name="one", title="One", axes={"variant": AXES["variant"]}, base=BASE)
     write_result(tmp_path, experiment, ("+ FedX",), 0, {5: 38.0, 30: 41.0})
     write_result(tmp_path, experiment, ("+ FedX",), 1, {5: 40.0, 30: 45.0})
     figure = figure_of(tmp_path, experiment)
@@ -38,7 +38,7 @@ def test_a_line_is_the_mean_over_seeds_in_a_band_from_least_to_greatest(tmp_path
 
 
 def test_one_seed_has_no_band_and_is_dotted(tmp_path):
-    experiment = Experiment("one", "One", {"variant": AXES["variant"]}, base=BASE)
+    experiment = Experiment(name="one", title="One", axes={"variant": AXES["variant"]}, base=BASE)
     write_result(tmp_path, experiment, ("plain",), 0, {5: 38.0, 30: 41.0})
     axes = figure_of(tmp_path, experiment).axes[0]
     assert not axes.collections
@@ -49,7 +49,7 @@ def test_one_seed_has_no_band_and_is_dotted(tmp_path):
 
 def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path):
     """FedBYOL was run on SVHN only: its panel is under SVHN's, and the place under CIFAR-10's stays empty."""
-    experiment = Experiment("many", "Many", AXES, columns="data", base=BASE)
+    experiment = Experiment(name="many", title="Many", axes=AXES, columns="data", base=BASE)
     for cell in (("CIFAR-10", "FedSimCLR", "plain"), ("CIFAR-10", "FedSimCLR", "+ FedX"),
                  ("SVHN", "FedSimCLR", "+ FedX"), ("SVHN", "FedBYOL", "+ FedX")):  # fmt: skip
         write_result(tmp_path, experiment, cell, 0, {5: 38.0, 30: 41.0})
@@ -63,7 +63,7 @@ def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path
 
 
 def test_panels_of_one_label_of_the_columns_axis_fill_rows(tmp_path):
-    experiment = Experiment("many", "Many", AXES, columns="data", base=BASE)
+    experiment = Experiment(name="many", title="Many", axes=AXES, columns="data", base=BASE)
     for method in AXES["method"]:
         write_result(tmp_path, experiment, ("SVHN", method, "plain"), 0, {5: 38.0, 30: 41.0})
     first, second = figure_of(tmp_path, experiment).axes
@@ -73,7 +73,7 @@ def test_panels_of_one_label_of_the_columns_axis_fill_rows(tmp_path):
 @pytest.mark.parametrize("count", [1, 9])
 def test_many_labels_stay_apart_and_the_picture_fits_a_page(tmp_path, count):
     labels = {f"weight {number}": [f"fedx.local_relation=0.{number + 1}"] for number in range(count)}
-    experiment = Experiment("many", "Many", {"variant": labels}, base=["fedx=true", *BASE])
+    experiment = Experiment(name="many", title="Many", axes={"variant": labels}, base=["fedx=true", *BASE])
     for number, label in enumerate(labels):
         write_result(tmp_path, experiment, (label,), 0, {5: 38.0 + number, 30: 41.0})
     figure = figure_of(tmp_path, experiment)
@@ -85,6 +85,6 @@ def test_many_labels_stay_apart_and_the_picture_fits_a_page(tmp_path, count):
 
 
 def test_runs_that_were_never_measured_have_no_figure(tmp_path):
-    experiment = Experiment("one", "One", {"variant": AXES["variant"]}, base=BASE)
+    experiment = Experiment(name="one", title="One", axes={"variant": AXES["variant"]}, base=BASE)
     write_result(tmp_path, experiment, ("plain",), 0, {5: float("nan")})
     assert figure_of(tmp_path, experiment) is None

@@ -4,10 +4,10 @@ from html.parser import HTMLParser
 from matplotlib.figure import Figure
 
 from fedx_pl.experiments.pages import (
+    Anchor,
     Bullets,
     Code,
     Heading,
-    Link,
     Paragraph,
     Picture,
     Strong,
@@ -45,7 +45,7 @@ def page():
     return [
         Heading("A & B", level=1),
         Heading("Part <1>", anchor="part"),
-        Paragraph(["plain ", Code("x|y"), " and ", Strong(TRICKY), Link("there", "#part")]),
+        Paragraph(["plain ", Code("x|y"), " and ", Strong(TRICKY), Anchor("there", "#part")]),
         Bullets([["one"], [TRICKY]]),
         Table(["name", "value", "verdict"], [[TRICKY, "-1.00", "good"], ["+ FedX", "2.00", Strong("bad")]]),
         Table(["a"], [["b"]], fold="more & more"),

@@ -287,7 +287,7 @@ def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definiti
     evaluated(definitions, results, "geometry", geometry)
     numbers = {"geometry": {"plain": {"interclass_mean": 82.36}}}
     (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
-    monkeypatch.setitem(sys.modules, "fedx_pl.experiments.geometry_plots", SimpleNamespace(geometry_figure=figure))
+    monkeypatch.setitem(sys.modules, "fedx_pl.evaluation.geometry_plots", SimpleNamespace(geometry_figure=figure))
     write_report(results, definitions)
     assert {name: found["local_global_mean"] for name, found in drawn.items()} == {"plain": 30.0, "+ FedX": 30.0}
     assert (results / "figures" / "geometry.png").exists()

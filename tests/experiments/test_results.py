@@ -18,7 +18,7 @@ from fedx_pl.experiments.results import (
 
 VARIANTS = {"plain": ["optim.batch_size=64"], "+ FedX": ["fedx=true"]}
 BASE = ["federation.rounds=30"]
-TINY = Experiment("tiny", "Tiny", {"variant": VARIANTS}, base=BASE)
+TINY = Experiment(name="tiny", title="Tiny", axes={"variant": VARIANTS}, base=BASE)
 
 
 def found(folder, experiment=TINY):
@@ -98,7 +98,9 @@ def test_keys_that_only_one_side_has_do_not_matter(tmp_path):
 
 
 def test_a_run_without_the_evaluation_of_the_experiment_is_not_its_result(tmp_path):
-    semi = Experiment("semi", "Semi", {"variant": VARIANTS}, base=BASE, evaluate=["semi"], show=["semi"])
+    semi = Experiment(
+        name="semi", title="Semi", axes={"variant": VARIANTS}, base=BASE, evaluate=["semi"], show=["semi"]
+    )
     write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     measured = {"0.1": {"labels": 250, "top1": 30.0}}
     write_result(tmp_path, TINY, ("plain",), 1, {5: 40.0}, evaluations={"semi": measured})
@@ -133,7 +135,7 @@ def test_values_are_compared_as_json_has_them(tmp_path):
 
 
 def test_a_configuration_is_composed_once_for_all_experiments_and_seeds(monkeypatch):
-    same = Experiment("other", "Other", {"variant": {"none": []}}, base=[*BASE, *VARIANTS["plain"]])
+    same = Experiment(name="other", title="Other", axes={"variant": {"none": []}}, base=[*BASE, *VARIANTS["plain"]])
     first = configured(TINY, ("plain",), "mini", 0)
     second = TINY.config(("plain",), "mini", 1)
     monkeypatch.setattr("fedx_pl.experiments.results.compose", None)
@@ -144,20 +146,20 @@ def test_a_configuration_is_composed_once_for_all_experiments_and_seeds(monkeypa
 
 
 def test_a_seed_of_the_definition_wins():
-    fixed = Experiment("fixed", "Fixed", {"variant": {"none": []}}, base=["seed=0", "seed=7"])
+    fixed = Experiment(name="fixed", title="Fixed", axes={"variant": {"none": []}}, base=["seed=0", "seed=7"])
     assert configured(fixed, ("none",), "mini", 3).content() == fixed.config(("none",), "mini", 3).content()
 
 
 def test_a_run_that_others_build_on_is_looked_up_for_every_seed():
     """The base's folder has the seed in its name."""
     variants = {"+ FedCA": ["fedca=true", "fedca.base=@base"]}
-    needy = Experiment("needy", "Needy", {"variant": variants}, needs={"base": ["data.limit=2000"]})
+    needy = Experiment(name="needy", title="Needy", axes={"variant": variants}, needs={"base": ["data.limit=2000"]})
     for seed in (0, 1):
         config = configured(needy, ("+ FedCA",), "mini", seed)
         assert config.content() == needy.config(("+ FedCA",), "mini", seed).content()
 
 
-FEW = Experiment("few", "Few", {"variant": VARIANTS}, base=[*BASE, "data.limit=2500"])
+FEW = Experiment(name="few", title="Few", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=2500"])
 
 
 def made_before_all_labels_were_used(path):
@@ -184,7 +186,7 @@ def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(
 
 
 def test_without_a_limit_older_results_had_all_labels(tmp_path):
-    paper = Experiment("paper", "Paper", {"variant": VARIANTS}, base=[*BASE, "data.limit=0"])
+    paper = Experiment(name="paper", title="Paper", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=0"])
     path = write_result(tmp_path, paper, ("plain",), 0, {5: 40.0})
     made_before_all_labels_were_used(path)
     result = read_result(path)

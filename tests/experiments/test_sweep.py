@@ -19,8 +19,8 @@ from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
 from rich.console import Console
 
 from fedx_pl.cli.main import main
+from fedx_pl.config import registry
 from fedx_pl.config.compose import compose
-from fedx_pl.config.registry import find_method
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
@@ -150,7 +150,7 @@ def finished(job: Job, config: Config | None = None) -> Job:
 
 def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str = "run") -> Job:
     overrides = [f"run.dir={tmp_path / name}", "federation.rounds=1", "run.threads=1", *words]
-    return Job(overrides, compose(overrides), list(evaluate))
+    return Job(overrides=overrides, config=compose(overrides), evaluate=list(evaluate))
 
 
 def evaluated(job: Job, kind: str, round: int = 1, **settings: object) -> None:
@@ -287,7 +287,7 @@ def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Pat
     job = job_in(tmp_path)
     job.log.parent.mkdir(exist_ok=True)
     job.log.write_text("# commit abc: fedx-pl train\nerror: of an earlier try\n")
-    _, output = sweep([Killed(job.overrides, job.config, [])], tmp_path)
+    _, output = sweep([Killed(overrides=job.overrides, config=job.config, evaluate=[])], tmp_path)
     assert "nonsense" in output
     assert "an earlier try" not in output
 
@@ -328,7 +328,7 @@ def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Pa
             return ["--help"]
 
     overrides = [f"run.dir={tmp_path / 'run'}"]
-    job = Idle(overrides, compose(overrides), [])
+    job = Idle(overrides=overrides, config=compose(overrides), evaluate=[])
     runner, output = sweep([job], tmp_path)
     assert runner.failed == [job]
     assert "failed: exit code 0" in output
@@ -400,7 +400,7 @@ def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) ->
     (modules / "mine.py").write_text(METHOD)
     job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
     assert job.next_command() == ["train", *job.overrides, "--yes"]  # Who knows what trained it.
-    write_record(job.folder, Record(code_of(find_method("mine:Mine"))))
+    write_record(job.folder, Record(code_of(registry.find(registry.METHOD, "mine:Mine"))))
     assert job.next_command()[:3] == ["evaluate", str(job.folder), "semi"]
     assert "allow_code=true" in job.next_command()
     evaluated(job, "semi")

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import THREADS, Watching
+from helpers import THREADS, Watching, fitted, made
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fedx_pl.callbacks.tensorboard import RunWriter
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.engines import Lost
 from fedx_pl.engines.local import SerialEngine
@@ -25,7 +24,7 @@ from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 CLIENTS, ATTACKER = 7, 2
 RULES = ("mean", "clip", "median", "trimmed", "krum")
@@ -77,12 +76,10 @@ def federation(overrides: list[str]) -> Callable[[str], tuple[State, list[Update
 
     @cache
     def trained(split: str) -> tuple[State, list[Update]]:
-        plan = prepare(compose([*overrides, split]), report=lambda line: None)
-        start = plan.first_state()
-        context = RoundContext(
-            round=1, rounds=1, epochs=1, seed=plan.config.seed, global_state=start, batchnorm="average"
-        )
-        return start.weights, list(SerialEngine(plan, Watching()).run(context, range(CLIENTS), lambda client: None))
+        trainer = made(compose([*overrides, split])).trainer
+        start = trainer.first_state()
+        context = RoundContext(round=1, rounds=1, epochs=1, seed=trainer.seed, global_state=start, batchnorm="average")
+        return start.weights, list(SerialEngine(trainer).run(context, range(CLIENTS), lambda client: None))
 
     return trained
 
@@ -102,7 +99,7 @@ def off(result: State, honest: State, start: State, kind: str) -> float:
 
 
 def combined(rule: str, start: State, updates: list[Update]) -> State:
-    aggregator = make_rule(AggregateOptions(rule, max_growth=0), GlobalState(weights=start))
+    aggregator = make_rule(AggregateOptions(rule=rule, max_growth=0), GlobalState(weights=start))
     for update in updates:
         aggregator.add(update.state.tensors(), update.num_images, update.client)
     return aggregator.result()
@@ -165,7 +162,7 @@ def test_krum_leaves_exactly_the_attacker_out(kept: Any) -> None:
 def test_krum_takes_an_unusual_honest_client_for_the_attacker(federation: Any) -> None:
     """At beta = 0.1 a flipped update is closer to the others than what some clients learn from their own classes."""
     start, updates = federation("partition.beta=0.1")
-    rule = make_rule(AggregateOptions("krum"), GlobalState(weights=start))
+    rule = make_rule(AggregateOptions(rule="krum"), GlobalState(weights=start))
     for update in attacked(updates, start, "sign flip"):
         rule.add(update.state.tensors(), update.num_images, update.client)
     rule.result()
@@ -209,15 +206,14 @@ def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
     assert all(trimmed < median for trimmed, median in zip(cost["trimmed"], cost["median"], strict=True))
 
 
-# --- through the orchestrator -----------------------------------------------------------------------------------------
+# --- through the trainer ----------------------------------------------------------------------------------------------
 
 
-def run(overrides: list[str], folder: Path, display: Watching | None = None) -> Result:
-    plan = prepare(compose([*overrides, "partition.kind=iid", f"run.dir={folder}"]), report=lambda line: None)
-    return Orchestrator(plan, display or Watching()).run()
+def run(overrides: list[str], folder: Path, display: Watching | None = None) -> FederatedTrainer:
+    return fitted(compose([*overrides, "partition.kind=iid", f"run.dir={folder}"]), display or Watching())
 
 
-def saved(result: Result) -> State:
+def saved(result: FederatedTrainer) -> State:
     return load_file(sorted((result.folder / "checkpoints").iterdir())[-1] / "global.safetensors")
 
 
@@ -257,7 +253,7 @@ def test_a_run_uses_the_rule_and_names_whom_it_caught(
     result = run(words, tmp_path / "run", display := Watching())
     expected, found = combined(rule, start, bad), saved(result)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert result.rows[0]["clients"] == CLIENTS  # Well formed: nobody is dropped.
+    assert result.history[0]["clients"] == CLIENTS  # Well formed: nobody is dropped.
     said = {"clip": "clipped from norm", "krum": "krum left out its weights; krum left out its statistics"}
     notes = [note for note in display.notes if "client" in note]
     assert all("round 1: client 2: " in note and said[rule] in note for note in notes)
@@ -282,7 +278,7 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
     loss = {
         rule: run(
             [*overrides, "federation.rounds=2", f"aggregate={rule}", "aggregate.max_growth=0"], tmp_path / rule
-        ).rows[-1]["loss"]
+        ).history[-1]["loss"]
         for rule in ("mean", "clip")
     }
     assert loss["mean"] > 3.3
@@ -324,7 +320,7 @@ def test_every_kind_of_bad_update_is_refused_by_name_and_the_round_completed(
     clients(send)
     needed, display = [f"aggregate={rule}", "federation.min_clients=3", "federation.rounds=2"], Watching()
     result = run([*overrides, *needed], tmp_path / "run", display)
-    assert [row["dropped"] for row in result.rows] == [4, 4]
+    assert [row["dropped"] for row in result.history] == [4, 4]
     for number, (reason, _) in enumerate(kinds):
         said = f"round {number // 4 + 1}: dropped client {number % 4}: "
         assert any(note.startswith(said) and reason in note for note in display.notes)
@@ -344,7 +340,7 @@ def test_too_few_good_updates_pause_the_run_and_the_same_command_goes_on(
     with pytest.raises(UserError, match=r"round 2 has 4 good updates, .*min_clients=5; round 1 is saved.*same command"):
         run(three, tmp_path / "run")
     asked = clients(lambda round, update: update)
-    assert [row["round"] for row in run(three, tmp_path / "run").rows] == [1, 2, 3]
+    assert [row["round"] for row in run(three, tmp_path / "run").history] == [1, 2, 3]
     assert len(asked) == 2  # Rounds 2 and 3.
 
 

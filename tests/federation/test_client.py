@@ -12,7 +12,8 @@ from helpers import data_for, make_data, make_model, train
 from pytorch_lightning.trainer.connectors import callback_connector
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.client import INITIAL_SCALE, LocalTrainer, _StayOnDevice, resolve_device, resolve_precision
+from fedx_pl.federation.client import INITIAL_SCALE, LocalTrainer, _StayOnDevice
+from fedx_pl.federation.device import resolve_device, resolve_precision
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.optim import OptimOptions

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from helpers import made
 from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
 from fedx_pl.cli.main import main
-from fedx_pl.config.build import Plan, prepare
+from fedx_pl.config.build import Run
 from fedx_pl.config.compose import compose
 from fedx_pl.federation import estimate
 from fedx_pl.federation.round import RoundContext, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
-from fedx_pl.trainer import Orchestrator
 
 FORMS = {"plain": [], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relation=queue"]}
 
@@ -30,28 +30,24 @@ def short_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.05)
 
 
-def plan_of(words: list[str]) -> Plan:
-    return prepare(compose(words), report=lambda line: None)
-
-
 def state_of(model: SSLMethod) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def two_rounds(plan: Plan) -> list[Update]:
+def two_rounds(run: Run) -> list[Update]:
     """What a client gives back in its first two rounds."""
-    trainer, federation = plan.trainer(lambda: None), plan.config.federation
-    state, memory, updates = plan.first_state(), None, []
+    trainer, local = run.trainer, run.trainer.local_trainer()
+    state, memory, updates = trainer.first_state(), None, []
     for round_number in (1, 2):
         context = RoundContext(
             round=round_number,
-            rounds=federation.rounds,
+            rounds=trainer.max_rounds,
             epochs=1,
-            seed=plan.config.seed,
+            seed=trainer.seed,
             global_state=state,
-            batchnorm=federation.batchnorm,
+            batchnorm=trainer.batchnorm,
         )
-        updates.append(trainer.run(context, client=0, data=plan.client_data(0, round_number), memory=memory))
+        updates.append(local.run(context, client=0, data=trainer.client_data(0, round_number), memory=memory))
         state, memory = updates[-1].state, updates[-1].memory
     return updates
 
@@ -66,14 +62,14 @@ def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        plan = plan_of([*tiny, f"method={method}", *FORMS[form]])
-        before = state_of(plan.model)
+        run = made(compose([*tiny, f"method={method}", *FORMS[form]]))
+        before = state_of(run.model)
         if estimated:
-            assert plan.estimate_seconds() > 0
-        after = plan.model.state_dict()
+            assert run.trainer.estimate_seconds() > 0
+        after = run.model.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert all(p.grad is None for p in plan.model.parameters())
-        results.append((torch.rand(1).item(), random.random(), np.random.rand(), two_rounds(plan)))
+        assert all(p.grad is None for p in run.model.parameters())
+        results.append((torch.rand(1).item(), random.random(), np.random.rand(), two_rounds(run)))
     (*drawn, plain), (*drawn_after, after_estimate) = results
     assert drawn == drawn_after
     for one, other in zip(plain, after_estimate, strict=True):
@@ -88,10 +84,10 @@ def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
 def test_a_whole_run_after_an_estimate_is_equal_to_one_without(tiny: list[str], tmp_path: Path) -> None:
     ends = []
     for name in ("estimated", "plain"):
-        plan = plan_of([*tiny, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"])
+        run = made(compose([*tiny, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"]))
         if name == "estimated":
-            plan.estimate_seconds()
-        Orchestrator(plan).run()
+            run.trainer.estimate_seconds()
+        run.fit()
         ends.append(load_file(tmp_path / name / "checkpoints/round_00002/global.safetensors"))
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -132,11 +128,11 @@ for _name in HOOKS[1:]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_hook_and_no_callback_of_a_method_is_called(tiny: list[str], form: str) -> None:
-    plan = plan_of([*tiny, f"method={__name__}:Counting", *FORMS[form]])
+    run = made(compose([*tiny, f"method={__name__}:Counting", *FORMS[form]]))
     CALLED.clear()
-    assert plan.estimate_seconds() > 0
+    assert run.trainer.estimate_seconds() > 0
     assert CALLED == []
-    two_rounds(plan)  # They are there: training calls them.
+    two_rounds(run)  # They are there: training calls them.
     assert {"callback", *HOOKS} <= set(CALLED)
 
 
@@ -167,11 +163,11 @@ class Restless(SimCLR):
 
 
 def test_whatever_a_loss_changes_is_put_back(tiny: list[str]) -> None:
-    plan = plan_of([*tiny, f"method={__name__}:Restless"])
-    model = plan.model
+    run = made(compose([*tiny, f"method={__name__}:Restless"]))
+    model = run.model
     assert isinstance(model, Restless)
     before = state_of(model)
-    assert plan.estimate_seconds() > 0
+    assert run.trainer.estimate_seconds() > 0
     assert model.calls == 0
     assert (model.history, list(model.recent), model.recent.maxlen, model.seen) == ([0.5], [1], 2, {1})
     assert model.table.keys() == {"mean"}
@@ -228,10 +224,10 @@ class Prepared(SimCLR):
 
 
 def test_a_loss_that_needs_a_hook_is_estimated_by_its_network_and_says_so(tiny: list[str]) -> None:
-    plan = plan_of([*tiny, f"method={__name__}:Prepared"])
+    run = made(compose([*tiny, f"method={__name__}:Prepared"]))
     with pytest.warns(UserWarning, match=r"Prepared\.loss\(\) does not run outside a round \(AttributeError"):
-        assert plan.estimate_seconds() > 0
-    assert not hasattr(plan.model, "weight")
+        assert run.trainer.estimate_seconds() > 0
+    assert not hasattr(run.model, "weight")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -253,7 +249,7 @@ def test_a_frozen_copy_of_a_weight_normalized_network_computes_the_same() -> Non
 
 def test_fedx_is_prepared_without_a_round(tiny: list[str]) -> None:
     """F is there for the estimate and gone after it."""
-    plan = plan_of([*tiny, "method=byol", "fedx=true"])
-    assert isinstance(plan.model, FedXMixin)
-    plan.estimate_seconds()
-    assert plan.model.global_model.network is None
+    run = made(compose([*tiny, "method=byol", "fedx=true"]))
+    assert isinstance(run.model, FedXMixin)
+    run.trainer.estimate_seconds()
+    assert run.model.global_model.network is None

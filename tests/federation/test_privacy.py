@@ -4,7 +4,6 @@ import math
 import os
 import re
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import data_for, make_model
+from helpers import data_for, fitted, made, make_model
 from safetensors.torch import load_file
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.client import LocalTrainer
@@ -26,7 +24,7 @@ from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
-from fedx_pl.trainer import Orchestrator, Result
+from fedx_pl.trainer import FederatedTrainer
 
 needs_accountant = pytest.mark.skipif(
     find_spec("dp_accounting") is None, reason="needs dp-accounting: pip install -e '.[privacy]'"
@@ -283,16 +281,16 @@ def test_a_plan_without_the_accountant_is_refused(tiny: list[str], monkeypatch: 
     """Before a round is trained; clipping alone needs none."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     words = [*tiny, "privacy.clip=1"]
-    prepare(compose(words), report=lambda line: None)
+    made(compose(words))
     told = f"privacy.noise=2.0 needs dp-accounting; type {install_hint('privacy')}"
     with pytest.raises(UserError, match=re.escape(told)):
-        prepare(compose([*words, "privacy.noise=2"]), report=lambda line: None)
+        made(compose([*words, "privacy.noise=2"]))
 
 
 def test_scaffold_is_refused(tiny: list[str]) -> None:
     """Its control variates leave beside the weights."""
     with pytest.raises(UserError, match=r"privacy.clip=1.0 .*regularizer=scaffold.* type regularizer=fedprox"):
-        prepare(compose([*tiny, "privacy.clip=1", "regularizer=scaffold"]), report=lambda line: None)
+        made(compose([*tiny, "privacy.clip=1", "regularizer=scaffold"]))
 
 
 @needs_accountant
@@ -300,29 +298,30 @@ def test_a_run_over_its_budget_does_not_start(tiny: list[str]) -> None:
     """Noise 10: 3 rounds spend 1.45, 4 spend 1.69 and 5 spend 1.91 (exact: 1.33, 1.55, 1.76)."""
     words = [*tiny, "privacy.clip=1", "privacy.noise=10", "federation.rounds=5"]
     with pytest.raises(UserError, match=r"max_epsilon=1.5 .* spends in 5 rounds; type federation.rounds=3 or a larger"):
-        prepare(compose([*words, "privacy.max_epsilon=1.5"]), report=lambda line: None)
+        made(compose([*words, "privacy.max_epsilon=1.5"]))
     with pytest.raises(UserError, match=r"type a larger privacy.noise"):
-        prepare(compose([*words, "privacy.max_epsilon=0.1"]), report=lambda line: None)
-    prepare(compose([*words, "privacy.max_epsilon=2"]), report=lambda line: None)
+        made(compose([*words, "privacy.max_epsilon=0.1"]))
+    made(compose([*words, "privacy.max_epsilon=2"]))
 
 
 @needs_accountant
 def test_sampled_clients_spend_only_when_they_are_chosen(tiny: list[str]) -> None:
     words = [*tiny, "privacy.clip=1", "privacy.noise=10", "federation.fraction=0.3", "federation.rounds=9"]
-    plan = prepare(compose(words), report=lambda line: None)
-    chosen = [plan.choose_clients(round)[0] for round in range(1, 10)]
+    trainer = made(compose(words)).trainer
+    chosen = [trainer.choose_clients(round)[0] for round in range(1, 10)]
     most = max(chosen.count(client) for client in range(3))
     assert 3 <= most < 9
-    assert plan.epsilon_after(9) == epsilon(10.0, most, 1e-5)
-    assert replace(plan, clients=[]).epsilon_after(9) == epsilon(10.0, 9, 1e-5)  # Sites: nobody knows beforehand.
+    assert trainer.epsilon_after(9) == epsilon(10.0, most, 1e-5)
+    trainer.datamodule.clients.clear()
+    assert trainer.epsilon_after(9) == epsilon(10.0, 9, 1e-5)  # Sites: nobody knows beforehand.
 
 
 # --- federations ------------------------------------------------------------------------------------------------------
 
 
-def run(words: list[str], folder: Path) -> tuple[Result, State]:
+def run(words: list[str], folder: Path) -> tuple[FederatedTrainer, State]:
     config = compose([*words, f"run.dir={folder}"])
-    result = Orchestrator(prepare(config, report=lambda line: None)).run()
+    result = fitted(config)
     return result, load_file(folder / "checkpoints/round_00002/global.safetensors")
 
 
@@ -330,10 +329,10 @@ def test_a_clipped_federation_stays_near_its_start(tiny: list[str], tmp_path: Pa
     """Each round moves the mean by C at most, so two rounds by 2C."""
     words = [*tiny, "privacy.clip=0.01"]
     result, end = run(words, tmp_path / "clipped")
-    start = prepare(compose(words), report=lambda line: None).first_state().tensors()
+    start = made(compose(words)).trainer.first_state().tensors()
     assert distance(start, end) <= 2 * 0.01 + 1e-5
-    assert all(row["update_norm"] > 0.01 for row in result.rows)
-    assert "epsilon" not in result.rows[0]
+    assert all(row["update_norm"] > 0.01 for row in result.history)
+    assert "epsilon" not in result.history[0]
 
 
 @needs_accountant
@@ -341,8 +340,8 @@ def test_a_noised_federation_tells_what_it_spends(tiny: list[str], tmp_path: Pat
     """The same seed gives the same weights, as in every simulation."""
     words = [*tiny, "privacy.clip=0.01", "privacy.noise=2"]
     (result, end), (_, again) = (run(words, tmp_path / name) for name in ("a", "b"))
-    assert [row["epsilon"] for row in result.rows] == [epsilon(2.0, round, 1e-5) for round in (1, 2)]
+    assert [row["epsilon"] for row in result.history] == [epsilon(2.0, round, 1e-5) for round in (1, 2)]
     assert "epsilon" in (result.folder / "metrics.csv").read_text().splitlines()[0]
-    assert "update_norm" not in result.rows[0]
+    assert "update_norm" not in result.history[0]
     assert all(torch.equal(end[name], again[name]) for name in end)
     assert all((end[name] > 0).all() for name in end if name.endswith("running_var"))

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Watching, data_for, make_model, train
+from helpers import Watching, data_for, fitted, made, make_model, train
 from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
 from fedx_pl.cli.main import main
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import FedAvg
@@ -21,7 +20,6 @@ from fedx_pl.federation.round import GlobalState, Update
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.mixins import wrap
-from fedx_pl.trainer import Orchestrator
 
 
 class Line(SSLMethod):
@@ -81,7 +79,7 @@ def test_fedprox_stays_nearer_to_the_global_weights() -> None:
 
 
 def fold(regularizer: Regularizer, state: GlobalState, updates: list[Update], all_images: int) -> GlobalState:
-    """What the orchestrator does with the updates of a round."""
+    """What the trainer does with the updates of a round."""
     average = FedAvg(state.tensors())
     for update in updates:
         average.add(update.state.tensors(), update.num_images)
@@ -162,7 +160,7 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
     words = [*tiny, "method=byol", "fedx=true", "regularizer=scaffold"]
     assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
     stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
-    orchestrator_stops_after_round_1(stopped)
+    stop_after_round_1(stopped)
     assert main(["train", *stopped]) == 0
     ends = [load_file(tmp_path / d / "checkpoints/round_00002/global.safetensors") for d in ("whole", "stopped")]
     assert ends[0].keys() == ends[1].keys()
@@ -175,8 +173,8 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny
     with c_i = 0 for who has never trained. Uniform weights, or shares of the round's clients, would give another c."""
     run = tmp_path / "run"
     words = [*tiny, "method=byol", "regularizer=scaffold", "federation.fraction=0.67", "partition.beta=0.5"]
-    plan = prepare(compose([*words, f"run.dir={run}"]), report=lambda line: None)
-    sizes = [len(rows) for rows in plan.clients]
+    config = compose([*words, f"run.dir={run}"])
+    sizes = [len(rows) for rows in made(config).data.clients]
     assert len(set(sizes)) == 3
     trained = []
 
@@ -199,7 +197,7 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny
             assert any(tensor.abs().sum() > 0 for tensor in server.values())
             torch.testing.assert_close(server, expected, rtol=1e-4, atol=1e-6)
 
-    Orchestrator(plan, Display()).run()
+    fitted(config, Display())
     assert trained == [2, 3]
 
 
@@ -218,7 +216,7 @@ def test_an_ema_target_follows_the_corrected_step() -> None:
     torch.testing.assert_close(update.memory.private[f"target.0.{name}"], expected, rtol=0, atol=1e-5)
 
 
-def orchestrator_stops_after_round_1(words: list[str]) -> None:
+def stop_after_round_1(words: list[str]) -> None:
     class Stop(Exception):
         pass
 
@@ -228,7 +226,7 @@ def orchestrator_stops_after_round_1(words: list[str]) -> None:
                 raise Stop
 
     with pytest.raises(Stop):
-        Orchestrator(prepare(compose(words), report=lambda line: None), Display()).run()
+        fitted(compose(words), Display())
 
 
 class OwnOptimizer(SimCLR):
@@ -268,7 +266,7 @@ def test_scaffold_refuses_an_optimizer_it_does_not_fit_before_the_data_are_fetch
     monkeypatch.setattr(OwnOptimizer, "kind", kind)
     words = [word for word in own_optimizer if not word.startswith("data.root=")]
     with pytest.raises(UserError, match=message):
-        prepare(compose([*words, f"data.root={tmp_path / 'nowhere'}"]), report=lambda line: None)
+        made(compose([*words, f"data.root={tmp_path / 'nowhere'}"]))
 
 
 def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
@@ -277,9 +275,9 @@ def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
     """No client is dropped for it: the run ends before its first step."""
     monkeypatch.setattr(OwnOptimizer, "kind", "trainer")
     display = Watching()
-    orchestrator = Orchestrator(prepare(compose(own_optimizer), report=lambda line: None), display)
+    whole = made(compose(own_optimizer), display)
     with pytest.raises(UserError, match=r"configure_optimizers returns Adam;"):
-        orchestrator.run()
+        whole.fit()
     assert display.steps == 0
     assert not any("dropped" in note for note in display.notes)
 
@@ -288,7 +286,7 @@ def test_scaffold_takes_an_sgd_of_one_s_own(own_optimizer: list[str], monkeypatc
     """Groups may differ in all but the learning rate, which is then the one that is logged."""
     monkeypatch.setattr(OwnOptimizer, "kind", "sgd")
     display = Watching()
-    Orchestrator(prepare(compose(own_optimizer), report=lambda line: None), display).run()
+    fitted(compose(own_optimizer), display)
     assert [(row["lr"], row["dropped"]) for row in display.rows[1:]] == [(0.1, 0), (0.1, 0)]
 
 
@@ -325,5 +323,5 @@ def test_scaffold_learns_nothing_from_a_round_without_a_rate() -> None:
 
 
 def test_an_unknown_regularizer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"regularizer.name=fedproxy.*fedprox or scaffold"):
+    with pytest.raises(UserError, match=r"regularizer=fedproxy is not known; did you mean regularizer=fedprox"):
         compose(["regularizer=fedproxy"])

@@ -256,7 +256,7 @@ def test_krum_says_how_many_updates_it_needs() -> None:
 
 
 def of(rule: str, reference: dict[str, torch.Tensor]) -> Aggregator:
-    return make_rule(AggregateOptions(rule, max_growth=0), GlobalState(weights=reference))
+    return make_rule(AggregateOptions(rule=rule, max_growth=0), GlobalState(weights=reference))
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -319,7 +319,7 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["aggregate=average"], "aggregate.rule=average is not possible; type aggregate=mean, clip"),
+        (["aggregate=average"], "aggregate=average is not known; type one of mean, clip"),
         (["aggregate.clip=0"], "aggregate.clip=0"),
         (["aggregate.clip=nan"], "aggregate.clip=nan"),
         (["aggregate.trim=0.5"], r"aggregate.trim=0.5 is not possible; type a share in \[0, 0.5\)"),

@@ -50,7 +50,7 @@ def test_a_run_from_before_labels_were_a_choice_is_resumed(tiny: list[str], tmp_
     file = tmp_path / "run" / "config.yaml"
     file.write_text(file.read_text().replace("  labels: all\n", ""))
     display = Watching()
-    assert [row["round"] for row in run(config, display).rows] == [1, 2]
+    assert [row["round"] for row in run(config, display).history] == [1, 2]
     assert "going on after round 1 of 2" in display.notes[0]
 
 
@@ -179,12 +179,12 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
     assert f"--fork {folder} for a new run from its weights, or delete {folder}" in str(refused.value)
     assert run(compose([*words, "name=another"])).folder != folder
     fork = [*words, f"fork={folder}", f"run.dir={modules / 'fork'}"]
-    assert run(compose(fork)).rows[-1]["round"] == 2
+    assert run(compose(fork)).history[-1]["round"] == 2
     edit(modules, "SCALE = 3.0\n", "scale")
     with pytest.raises(UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"):
         run(compose(fork))
     edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
-    assert run(compose(words)).rows[-1]["round"] == 2
+    assert run(compose(words)).history[-1]["round"] == 2
 
 
 @pytest.mark.parametrize("fedx", ["fedx=true", "fedx=false"])
@@ -216,7 +216,7 @@ def test_a_method_that_failed_before_the_first_round_may_be_mended(tiny: list[st
     mended = run(compose(config))
     forget_modules(modules)
     alone = run(compose([*config, f"run.dir={modules / 'alone'}"]))
-    assert [row["loss"] for row in mended.rows] == [row["loss"] for row in alone.rows]
+    assert [row["loss"] for row in mended.history] == [row["loss"] for row in alone.history]
 
 
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(tiny: list[str], modules: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_run_that_does_not_say_which_code_trained_it_is_refused(tiny: list[str
         run(config)
     built_in = compose([*tiny, "federation.rounds=1"])
     assert not (run(built_in).folder / "code.json").exists()
-    assert run(built_in).rows
+    assert run(built_in).history
 
 
 def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_again(
@@ -238,7 +238,7 @@ def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_ag
     config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
     config.run_folder.mkdir(parents=True)
     (config.run_folder / "code.json").write_text("{")
-    assert run(config).rows
+    assert run(config).history
 
 
 def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: Path) -> None:
@@ -250,4 +250,4 @@ def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: P
     assert "this run is finished, with 2 of 2 rounds" in note
     assert f"type run.dir=ANOTHER federation.rounds=4 --fork {tmp_path / 'run'}" in note
     more = [*tiny, f"run.dir={tmp_path / 'more'}", "federation.rounds=4", f"fork={tmp_path / 'run'}"]
-    assert run(compose(more)).rows[-1]["round"] == 4
+    assert run(compose(more)).history[-1]["round"] == 4

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from helpers import Watching, data_for, make_data, make_model, start, train
+from helpers import Watching, data_for, fitted, make_data, make_model, start, train
 from safetensors.torch import load_file, save_file
 
 from fedx_pl import FedCAMixin, FedXMixin, MoonMixin, SSLMethod, losses
 from fedx_pl.cli.main import main
-from fedx_pl.config.build import prepare
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
-from fedx_pl.trainer import Orchestrator
 
 
 def test_model_contrast_against_numbers_by_hand() -> None:
@@ -179,7 +177,7 @@ def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny:
 
     stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
     with pytest.raises(KeyboardInterrupt):
-        Orchestrator(prepare(compose(stopped), report=lambda line: None), Stopping()).run()
+        fitted(compose(stopped), Stopping())
     assert main(["train", *stopped]) == 0
     whole, again = (load_file(tmp_path / folder / "encoder.safetensors") for folder in ("whole", "stopped"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)

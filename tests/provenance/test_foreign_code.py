@@ -6,12 +6,12 @@ import pytest
 from helpers import METHOD, forget_modules, write_modules
 
 from fedx_pl import SSLMethod, methods
-from fedx_pl.config.registry import find_method
+from fedx_pl.config import registry
 from fedx_pl.provenance.foreign_code import Record, code_of, read_record, write_record
 
 
 def load(name: str) -> type[SSLMethod]:
-    return find_method(f"{name}:Mine")
+    return registry.find(registry.METHOD, f"{name}:Mine")
 
 
 @pytest.mark.parametrize("name", list(methods.BUILT_IN))

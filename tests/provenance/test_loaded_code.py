@@ -8,7 +8,7 @@ import pytest
 from helpers import METHOD, forget_modules, notebook, write_modules
 
 from fedx_pl import SSLMethod
-from fedx_pl.config.registry import find_method
+from fedx_pl.config import registry
 from fedx_pl.errors import UserError
 from fedx_pl.provenance import loaded_code
 from fedx_pl.provenance.foreign_code import code_of
@@ -16,7 +16,7 @@ from fedx_pl.provenance.loaded_code import require_current
 
 
 def load(name: str) -> type[SSLMethod]:
-    return find_method(f"{name}:Mine")
+    return registry.find(registry.METHOD, f"{name}:Mine")
 
 
 def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modules: Path) -> None:

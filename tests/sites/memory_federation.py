@@ -1,23 +1,20 @@
 """A federation in one process: the real engine, and sites behind a link of function calls."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import federation_parts as parts
 import torch
-from helpers import Watching
+from helpers import Watching, silent
 
-from fedx_pl.cli.sites import coordinator_plan
-from fedx_pl.config.build import Plan
+from fedx_pl.cli.sites import coordinator_run
 from fedx_pl.config.compose import compose
 from fedx_pl.engines import Lost
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import wire
 from fedx_pl.sites.engine import FlowerEngine
-from fedx_pl.sites.link import Reply, Seen
+from fedx_pl.sites.link import Connected, Reply
 from fedx_pl.sites.site import offer
 from fedx_pl.sites.wire import Content
 
@@ -28,13 +25,13 @@ class MemoryLink:
     """Calls sites instead of sending to them; messages are packed and read as on a wire."""
 
     def __init__(self) -> None:
-        self.here: dict[int, tuple[Seen, Answer]] = {}
+        self.here: dict[int, tuple[Connected, Answer]] = {}
         self.sent: list[tuple[int, str, Content]] = []
 
     def join(self, node: int, answer: Answer, *, key: str = "", since: str = "1") -> None:
-        self.here[node] = Seen(node, key, since), answer
+        self.here[node] = Connected(node, key, since), answer
 
-    def sites(self) -> list[Seen]:
+    def sites(self) -> list[Connected]:
         return [seen for seen, _ in self.here.values()]
 
     def send(self, node: int, kind: str, content: Content, seconds: float) -> str:
@@ -68,22 +65,14 @@ class Fake:
         return Content(told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed, content.tensors)
 
 
-@cache
-def _plan() -> Plan:
-    """A coordinator's plan for three sites."""
-    return coordinator_plan(compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4"]), lambda line: None)
-
-
 class Trial:
     """An engine with its link, what it noted, and a round to run."""
 
     def __init__(self, folder: Path, *words: str, wait: float = 0.02, timeout: float = 5.0) -> None:
         config = compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4", f"run.dir={folder}", *words])
-        self.plan = replace(_plan(), config=config)
         self.watching, self.link = Watching(), MemoryLink()
-        self.engine = FlowerEngine(
-            self.plan, self.watching, self.link, offer(config, 3, 16), wait=wait, timeout=timeout
-        )  # type: ignore[arg-type]
+        self.trainer = coordinator_run(config, silent, callbacks=[self.watching]).trainer
+        self.engine = FlowerEngine(self.trainer, self.link, offer(config, 3, 16), wait=wait, timeout=timeout)  # type: ignore[arg-type]
 
     @property
     def notes(self) -> str:

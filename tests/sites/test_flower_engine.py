@@ -11,14 +11,13 @@ from typing import Any
 import federation_parts as parts
 import pytest
 import torch
-from helpers import THREADS, Watching
+from helpers import THREADS, Watching, silent
 
 pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
 from memory_federation import Answer, Fake, MemoryLink, Trial
 
-from fedx_pl.cli.sites import coordinator_plan
-from fedx_pl.config.build import Plan
+from fedx_pl.cli.sites import coordinator_run
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.sites import engine as flower
@@ -27,7 +26,7 @@ from fedx_pl.sites.engine import FlowerEngine, SiteBook
 from fedx_pl.sites.link import Reply
 from fedx_pl.sites.site import Site, offer
 from fedx_pl.sites.wire import Content
-from fedx_pl.trainer import Orchestrator
+from fedx_pl.trainer import FederatedTrainer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -51,10 +50,10 @@ def federate(
         site = Site(name, folder / f"state-{name}", own, lambda line: None)
         link.join(node, (change or {}).get(name, lambda answer: answer)(site.answer), key=name)
 
-    def engine(plan: Plan, watcher: Any) -> FlowerEngine:
-        return FlowerEngine(plan, watcher, link, offer(config, 3, 16), wait=60, timeout=60)  # type: ignore[arg-type]
+    def engine(trainer: FederatedTrainer) -> FlowerEngine:
+        return FlowerEngine(trainer, link, offer(config, 3, 16), wait=60, timeout=60)  # type: ignore[arg-type]
 
-    Orchestrator(coordinator_plan(config, lambda line: None), watching, engine).run()
+    coordinator_run(config, silent, callbacks=[watching], engine=engine).fit()
     return folder / "run", "\n".join(watching.notes)
 
 
@@ -209,7 +208,7 @@ def test_a_greeting_carries_the_run_and_no_paths(trial: Trial) -> None:
     assert content.meta["run"] == trial.engine.book.run
     assert content.meta["config"]["data"] == {"image_size": 16, "grayscale": False, "mean": [], "std": []}
     assert "run" not in content.meta["config"]
-    assert str(trial.plan.config.run_folder) not in json.dumps(content.meta)
+    assert str(trial.trainer.folder) not in json.dumps(content.meta)
 
 
 def test_a_name_that_is_not_its_key_s_is_refused(trial: Trial) -> None:

@@ -15,7 +15,7 @@ from fedx_pl.engines import Lost
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
-from fedx_pl.sites.link import Reply, Seen
+from fedx_pl.sites.link import Connected, Reply
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -85,7 +85,7 @@ def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
     step = iter(rounds)
     sites = trial.link.sites
 
-    def come_back() -> list[Seen]:
+    def come_back() -> list[Connected]:
         if len(trial.link.sent) == 2:  # hello, train
             trial.link.join(0, Fake("a"), since="2")
         return sites()
@@ -105,12 +105,12 @@ def test_a_site_that_connects_anew_is_not_there_for_a_moment(trial: Trial, monke
     trial.engine.choose(1)
     send, sites, looks = trial.link.send, trial.link.sites, []
 
-    def leave(*words: Any) -> str:
+    def leave(*words: Any, **named: Any) -> str:
         if words[1] == wire.TRAIN and not looks:
             del trial.link.here[0]
-        return send(*words)
+        return send(*words, **named)
 
-    def come_back() -> list[Seen]:
+    def come_back() -> list[Connected]:
         looks.append(1)
         if len(looks) == 3:
             trial.link.join(0, Fake("a"), since="2")

@@ -87,7 +87,7 @@ def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_pat
         (make_site(root), hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"])),  # of the coordinator's images
     ):
         assert site.answer(wire.HELLO, told).meta["images"] == 4
-        assert site.plan.data.value_range == (0, 4095)
+        assert site.run.data.images.value_range == (0, 4095)
 
 
 # --- a round ----------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
     said: list[str] = []
     site = make_site(said=said)
     assert site.answer(wire.HELLO, hello()).meta == {"site": "a", "images": 24}
-    first = site.plan.first_state().tensors()
+    first = site.run.trainer.first_state().tensors()
     found = site.answer(wire.TRAIN, train(first, health=True))
     assert found.meta["site"] == "a"
     assert found.meta["images"] == 24
@@ -133,25 +133,25 @@ def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
     monkeypatch.setattr("fedx_pl.sites.site.HEALTH_IMAGES", 12)
     site = make_site(f"data.root={folder}")
     site.answer(wire.HELLO, hello())
-    found = site.answer(wire.TRAIN, train(site.plan.first_state().tensors(), health=True))
+    found = site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), health=True))
     assert found.meta["metrics"]["rankme"] > 2
 
 
 def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
-    plan = site.plan
+    before = site.run
     site.answer(wire.HELLO, hello())
-    assert site.plan is plan
+    assert site.run is before
     site.answer(wire.HELLO, hello("optim.lr=0.5"))
-    assert site.plan.config.optim.lr == 0.5
+    assert site.run.config.optim.lr == 0.5
 
 
 def test_private_state_survives_a_restart(make_site: MakeSite) -> None:
     """Two rounds of one site, and the same two with a new process in between: the same weights and target network."""
     staying = make_site()
     staying.answer(wire.HELLO, hello())
-    first = staying.plan.first_state().tensors()
+    first = staying.run.trainer.first_state().tensors()
     one = staying.answer(wire.TRAIN, train(first))
     told = {"last_round": 1, "steps": one.meta["steps"], "epochs": 1}
     two = staying.answer(wire.TRAIN, train(one.tensors, 2, **told))
@@ -173,7 +173,7 @@ def test_lost_private_state_starts_anew_and_is_told_to_both_sides(make_site: Mak
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
-    first = site.plan.first_state().tensors()
+    first = site.run.trainer.first_state().tensors()
     found = site.answer(wire.TRAIN, train(first, 3, last_round=2, steps=6, epochs=2))
     assert found.meta["remembered"] is False
     assert "the private state of round 2 is not here; starting anew" in said
@@ -215,10 +215,10 @@ def test_the_coordinator_cannot_say_where_images_lie(make_site: MakeSite, images
     site = make_site("run.device=cpu")
     data = {"root": str(tmp_path), "cache": "/nowhere", "labels": "folders", "test_root": "/etc", "limit": 1}
     assert site.answer(wire.HELLO, hello(data=data | {"image_size": 16})).meta == {"site": "a", "images": 24}
-    assert site.plan.config.data.root == str(images)
-    assert site.plan.config.data.labels == "none"
-    assert site.plan.config.data.limit == 0
-    assert site.plan.config.run.device == "cpu"
+    assert site.run.config.data.root == str(images)
+    assert site.run.config.data.labels == "none"
+    assert site.run.config.data.limit == 0
+    assert site.run.config.run.device == "cpu"
 
 
 def test_a_configuration_cannot_ask_for_the_site_s_environment(make_site: MakeSite, monkeypatch: Any) -> None:
@@ -253,7 +253,7 @@ def test_training_before_a_greeting_is_not_answered(make_site: MakeSite) -> None
     site = make_site()
     assert site.answer(wire.TRAIN, train({})) is None
     site.answer(wire.HELLO, hello())
-    assert site.answer(wire.TRAIN, train(site.plan.first_state().tensors(), run="f" * 16)) is None
+    assert site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run="f" * 16)) is None
     assert error(site, wire.HELLO, hello(method={"name": "nonsense"}))
     assert site.answer(wire.TRAIN, train({})) is None  # A greeting that failed is none.
     assert not site.state.exists()
@@ -266,7 +266,7 @@ def test_messages_of_another_kind_are_refused(make_site: MakeSite) -> None:
 def test_weights_of_another_network_are_refused(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
-    state = site.plan.first_state().tensors()
+    state = site.run.trainer.first_state().tensors()
     name = "backbone.conv1.weight"
     assert f"{name} is only on one side" in error(
         site, wire.TRAIN, train({key: value for key, value in state.items() if key != name})
@@ -280,7 +280,9 @@ def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
     for changed in ({"round": 0}, {"round": "1"}, {"client": -1}, {"client": True}, {"last_round": 1.5}):
-        assert f"{next(iter(changed))}=" in error(site, wire.TRAIN, train(site.plan.first_state().tensors(), **changed))
+        assert f"{next(iter(changed))}=" in error(
+            site, wire.TRAIN, train(site.run.trainer.first_state().tensors(), **changed)
+        )
 
 
 def test_an_empty_folder_is_told_to_both_sides(make_site: MakeSite, tmp_path: Path) -> None:
@@ -297,7 +299,7 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
-    first = site.plan.first_state().tensors()
+    first = site.run.trainer.first_state().tensors()
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA out of memory at /home/someone")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 
 class RoundCallback:
@@ -28,46 +28,46 @@ class RoundCallback:
         """The name under which the checkpoint keeps `state_dict`; each callback of a run needs its own."""
         return type(self).__qualname__
 
-    def setup(self, trainer: Orchestrator) -> None:
+    def setup(self, trainer: FederatedTrainer) -> None:
         """The run folder is open, and the state of an earlier process is loaded."""
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Rounds are about to start; the model holds the global weights."""
 
-    def on_round_start(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """The clients of a round are chosen."""
 
-    def on_client_start(self, trainer: Orchestrator, worker: str, client: int | None) -> None:
+    def on_client_start(self, trainer: FederatedTrainer, worker: str, client: int | None) -> None:
         """A worker takes up a client; None: it is idle."""
 
-    def on_client_steps(self, trainer: Orchestrator, count: int) -> None:
+    def on_client_steps(self, trainer: FederatedTrainer, count: int) -> None:
         """Some client has taken optimizer steps. Called very often."""
 
-    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
         """An update is aggregated. Numbers that are added to ``update.metrics`` are averaged over the clients.
 
         A client of ``record.resumed`` was trained by an earlier process.
         """
 
-    def on_client_refused(self, trainer: Orchestrator, record: RoundRecord, client: int, reason: str) -> None:
+    def on_client_refused(self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str) -> None:
         """An update is not aggregated; ``record.at_fault`` tells whether the client is to blame."""
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """The model holds the new global weights; nothing is saved yet.
 
         May add numbers to ``record.row`` and texts to ``record.notes``, and set ``trainer.should_stop``.
         """
 
-    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """The round is on disk and part of ``trainer.history``."""
 
-    def on_note(self, trainer: Orchestrator, text: str) -> None:
+    def on_note(self, trainer: FederatedTrainer, text: str) -> None:
         """There is something the user should see."""
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """The last round is saved; the model holds its weights."""
 
-    def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+    def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
         """The run ends early, by an error or by Ctrl-C."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.tensorboard import Layout, RunWriter
+from fedx_pl.callbacks.tensorboard import Pages, RunWriter
 from fedx_pl.evaluation.features import extract
 
 if TYPE_CHECKING:
-    from fedx_pl.evaluation.evaluate import Evaluator
     from fedx_pl.federation.round import RoundRecord, Update
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 try:
     import resource
@@ -40,43 +39,37 @@ METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", 
 class Dashboard(RoundCallback):
     """Writes a run's numbers, texts and pictures for TensorBoard."""
 
-    def __init__(
-        self, *, evaluator: Evaluator, hparams: Mapping[str, float | str], text: str = "", client_curves: int = 10
-    ) -> None:
+    def __init__(self, client_curves: int = 10) -> None:
         """Prepares nothing yet: the folder comes with the trainer.
 
         Args:
-            evaluator: knows when the embedding is to be drawn.
-            hparams: what runs are compared by.
-            text: all settings, for people.
             client_curves: clients with curves of their own.
         """
-        self.evaluator, self.text, self.client_curves = evaluator, text, client_curves
-        self.hparams = hparams
+        self.client_curves = client_curves
         self._files: dict[str, int] | None = {}  # of the last saved round, and how long they were; None: not known
         self._custom: dict[str, None] = {}  # numbers that callbacks have added to rows, in their order
 
-    def setup(self, trainer: Orchestrator) -> None:
+    def setup(self, trainer: FederatedTrainer) -> None:
         """Cuts off what was written after the last saved round: it comes again."""
         self.trainer = trainer
         self.writer = RunWriter(trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves)
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Before the first round: the settings, who owns what, and what the untrained network can do."""
         if trainer.current_round:
             return
-        plan, writer = trainer.plan, self.writer
-        writer.hparams(self.hparams, METRICS)
-        writer.text("config", self.text)
-        if plan.clients:
-            counts, names = plan.class_counts()
-            writer.partition(counts, [f"client {i}" for i in range(len(plan.clients))], names)
-            views = next(plan.client_data(0, round_number=1).epoch(0))
-            writer.views(views.first[:8], views.second[:8], plan.augment.mean, plan.augment.std)
+        data, writer = trainer.datamodule, self.writer
+        writer.hparams(trainer.description.hparams, METRICS)
+        writer.text("config", f"```yaml\n{trainer.description.text}```")
+        if data.clients:
+            counts, names = data.class_counts()
+            writer.partition(counts, [f"client {i}" for i in range(len(data.clients))], names)
+            views = next(trainer.client_data(0, round_number=1).epoch(0))
+            writer.views(views.first[:8], views.second[:8], data.augment.mean, std=data.augment.std)
         self._evaluation(0, trainer.untrained, [])
         self._draw(0)
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Writes the round."""
         rows, updates, events = [*trainer.history, record.row], record.updates, [*record.notes, *record.alarms]
         row, writer = rows[-1], self.writer
@@ -101,12 +94,12 @@ class Dashboard(RoundCallback):
         scalars |= {f"custom/{key}": row[key] for key in added}
         writer.round(number, scalars | self._system(rows))
         self._clients(number, updates)
-        if self.evaluator.due(number, trainer.max_rounds)[1]:
+        if trainer.due(number)[1]:
             self._draw(number)
         if number == trainer.max_rounds:
             writer.finished()
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """After the last round: the final embedding in the projector, once."""
         if len(self.gallery) >= 2 and not self.writer.has_projector():
             features = self._features()
@@ -114,7 +107,7 @@ class Dashboard(RoundCallback):
                 self.writer.projector(features.cpu(), self._images(), self._names())
         self.writer.close()
 
-    def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+    def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
         """Closes the files."""
         self.writer.close()
 
@@ -138,7 +131,7 @@ class Dashboard(RoundCallback):
 
     def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         row, mega = rows[-1], 1e6
-        work = {kind: row[f"{kind}_seconds"] for kind in WORK}
+        work = {kind: row.get(f"{kind}_seconds", 0.0) for kind in WORK}
         whole = sum(work.values()) or 1.0
         found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
@@ -146,7 +139,7 @@ class Dashboard(RoundCallback):
         travelled = (row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))  # Older rows do not tell.
         found["system/megabytes_in_all"] = sum(travelled) / mega
         return found | {
-            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.trainer.plan.device).items()
+            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.trainer.device).items()
         }
 
     def _clients(self, round_number: int, updates: Sequence[Update]) -> None:
@@ -158,7 +151,7 @@ class Dashboard(RoundCallback):
                 if key != "lr":  # The same for all but in rare methods: one curve is enough.
                     told.setdefault(key, {})[update.client] = value
             first_step = update.memory.steps - len(update.losses)
-            self.writer.client_losses(update.client, first_step, update.losses, update.loss_names)
+            self.writer.client_losses(update.client, first_step, update.losses, names=update.loss_names)
         for key, values in told.items():
             self.writer.clients(key, round_number, values)
 
@@ -175,7 +168,7 @@ class Dashboard(RoundCallback):
 
     @property
     def _split(self) -> Any:
-        return self.trainer.plan.data.test or self.trainer.plan.data.train
+        return self.trainer.datamodule.images.test or self.trainer.datamodule.images.train
 
     def _images(self) -> Tensor:
         return torch.from_numpy(np.array(self._split.images[self.gallery]))
@@ -184,7 +177,7 @@ class Dashboard(RoundCallback):
         return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
 
     def _names(self) -> list[str]:
-        labels, classes = self._labels(), self.trainer.plan.data.classes
+        labels, classes = self._labels(), self.trainer.datamodule.images.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
         return [classes[label] if label >= 0 else "unlabelled" for label in labels]
@@ -192,9 +185,9 @@ class Dashboard(RoundCallback):
     def _features(self) -> Tensor:
         """Of the gallery, by the model as it is now."""
         return extract(
-            self.trainer.plan.model.backbone.to(self.trainer.plan.device),
+            self.trainer.model.backbone.to(self.trainer.device),
             self._images(),
-            self.trainer.plan.augment.plain,
+            self.trainer.datamodule.augment.plain,
         )
 
     def _draw(self, round_number: int) -> None:
@@ -203,7 +196,11 @@ class Dashboard(RoundCallback):
         features = self._features()
         if torch.isfinite(features).all():
             self.writer.embedding(
-                round_number, features.cpu(), self._images(), self._labels(), self.trainer.plan.data.classes
+                round_number,
+                features.cpu(),
+                self._images(),
+                labels=self._labels(),
+                classes=self.trainer.datamodule.images.classes,
             )
 
 
@@ -224,7 +221,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
 
 
-def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Layout:
+def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pages:
     """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
 
     Args:

@@ -12,7 +12,7 @@ from fedx_pl.federation.aggregate import STATISTICS
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
     from fedx_pl.methods.base import State
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 
 class Drift(RoundCallback):
@@ -26,7 +26,7 @@ class Drift(RoundCallback):
         """
         self.clients = clients
 
-    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
         """Measures one client."""
         if update.client < self.clients:
             update.metrics["drift"] = drift_of(update.state.weights, record.context.global_state.weights)

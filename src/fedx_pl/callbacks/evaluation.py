@@ -8,33 +8,32 @@ from typing import TYPE_CHECKING
 from fedx_pl.callbacks.base import RoundCallback
 
 if TYPE_CHECKING:
-    from fedx_pl.evaluation.evaluate import Evaluator
     from fedx_pl.federation.round import RoundRecord
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 
-class Evaluation(RoundCallback):
+class EvaluationCallback(RoundCallback):
     """Adds to the row what is due after a round; measures the untrained network before the first."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        """Uses an evaluator.
-
-        Args:
-            evaluator: knows what is due when.
-        """
-        self.evaluator = evaluator
-
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Measures what the untrained network can do."""
         if trainer.current_round == 0:
             started = time.perf_counter()
-            trainer.untrained = self.evaluator.measure(trainer.model, trainer.device, 0, trainer.max_rounds)
+            trainer.untrained = self._measure(trainer, 0)
             trainer.untrained_seconds = time.perf_counter() - started
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Measures what is due."""
         started = time.perf_counter()
-        record.row |= self.evaluator.measure(trainer.model, trainer.device, record.number, trainer.max_rounds)
+        record.row |= self._measure(trainer, record.number)
         seconds = time.perf_counter() - started
         record.row["evaluate_seconds"] = seconds
         record.row["round_seconds"] += seconds
+
+    def _measure(self, trainer: FederatedTrainer, round_number: int) -> dict[str, float]:
+        found = trainer.evaluator.measure(trainer.model, trainer.device, round_number, rounds=trainer.max_rounds)
+        for evaluation in trainer.evaluations if trainer.due(round_number)[0] else ():
+            if trainer.evaluator.possible or not evaluation.needs_labels:
+                numbers = evaluation.measure(trainer, trainer.note)
+                found |= {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+        return found

@@ -8,13 +8,13 @@ from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.files import tensor_bytes, write_atomically
 
 if TYPE_CHECKING:
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 
 class SaveEncoder(RoundCallback):
     """Writes RUN/encoder.safetensors, a plain state dict of the backbone, and RUN/accuracy.png."""
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """Writes both; the picture only if there is an accuracy."""
         write_atomically(trainer.folder / "encoder.safetensors", tensor_bytes(trainer.model.backbone.state_dict()))
         if any("_top1" in key for row in trainer.history for key in row):

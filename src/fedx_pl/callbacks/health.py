@@ -12,12 +12,12 @@ from fedx_pl.errors import UserError, require
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 COLLAPSED = "the encoder has collapsed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HealthOptions:
     """When to raise an alarm, and what follows."""
 
@@ -37,8 +37,8 @@ class HealthOptions:
 
     def __post_init__(self) -> None:
         known = self.on_collapse in ("warn", "stop")
-        require("health.on_collapse", self.on_collapse, known, "on_collapse=warn or stop")
-        require("health.max_growth", self.max_growth, self.max_growth > 1, "health.max_growth=2")
+        require("health.on_collapse", self.on_collapse, known, instead="on_collapse=warn or stop")
+        require("health.max_growth", self.max_growth, self.max_growth > 1, instead="health.max_growth=2")
 
 
 class Health(RoundCallback):
@@ -53,11 +53,11 @@ class Health(RoundCallback):
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Refuses to resume a run that was stopped by a collapse."""
         self._refuse_collapsed(trainer)
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Looks at the row and at every client."""
         record.alarms += [*self._collapse(record.row)]
         for update in record.updates:
@@ -65,7 +65,7 @@ class Health(RoundCallback):
         self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
         trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """Tells why the run ends early."""
         self._refuse_collapsed(trainer)
 
@@ -88,7 +88,7 @@ class Health(RoundCallback):
     def _collapsed(self, number: int) -> bool:
         return any(alarm.startswith(f"round {number}: {COLLAPSED}") for alarm in self.alarms)
 
-    def _refuse_collapsed(self, trainer: Orchestrator) -> None:
+    def _refuse_collapsed(self, trainer: FederatedTrainer) -> None:
         """Raises a `UserError`, unless it is the last round, which ends the run in any case."""
         number = trainer.current_round
         if self.options.on_collapse == "stop" and self._collapsed(number) and number < trainer.max_rounds:

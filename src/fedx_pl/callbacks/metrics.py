@@ -12,7 +12,7 @@ from fedx_pl.files import write_atomically
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 
@@ -20,15 +20,15 @@ FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 class MetricsFiles(RoundCallback):
     """Writes both files after every round."""
 
-    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Writes them anew: a run of a thousand rounds has a few hundred kilobytes."""
         self._write(trainer)
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """Writes them again, in case that the last round was saved and the process then killed."""
         self._write(trainer)
 
-    def _write(self, trainer: Orchestrator) -> None:
+    def _write(self, trainer: FederatedTrainer) -> None:
         rows = trainer.history
         columns = list(dict.fromkeys([*FIRST_COLUMNS, *(key for row in rows for key in row)]))
         text = io.StringIO()

@@ -39,7 +39,7 @@ def partition_heatmap(counts: np.ndarray, classes: Sequence[str], clients: Seque
     figure = Figure(figsize=(width + 3.6, rows * cell_height + 1.5), dpi=110, layout="constrained")
     if columns > 1:
         heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=[width, 1.8])
-        _draw_heat(heat, counts, classes, width / columns, cell_height)
+        _draw_heat(heat, counts, classes, width=width / columns, height=cell_height)
         bars.tick_params(axis="y", which="both", length=0, labelleft=False)
     else:  # one column would repeat the bars
         heat = bars = figure.subplots()

@@ -18,10 +18,11 @@ from rich.text import Text
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.eta import Due, Eta
+from fedx_pl.federation.estimate import steps_between
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 
@@ -179,69 +180,73 @@ class Terminal:
 class ProgressBar(RoundCallback):
     """Shows a run on the terminal."""
 
-    def __init__(self, *, rounds: int, due: Due, console: Console | None = None) -> None:
-        """Prepares the display.
+    def __init__(self, console: Console | None = None) -> None:
+        """Prepares nothing yet: what to expect comes with the trainer.
 
         Args:
-            rounds: of the whole run.
-            due: which rounds evaluate what, for the ETA.
             console: where to write; standard output if not given.
         """
-        self.display = Terminal(console or make_console(), rounds, due)
+        self.console = console or make_console()
+        self._terminal: Terminal | None = None
         self._done = 0  # clients of the round
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
-        """Starts the bar; after the evaluation of the untrained network, says what came of it."""
-        self.display.__enter__()
-        first = trainer.current_round + 1
-        if first <= trainer.max_rounds and trainer.plan.clients:
-            self.display.expect(trainer.plan.steps_between(first, trainer.max_rounds), first)
-        if first == 1:
-            self.display.row({"round": 0, **trainer.untrained, "evaluate_seconds": trainer.untrained_seconds})
+    def _display(self, trainer: FederatedTrainer) -> Terminal:
+        if self._terminal is None:
+            self._terminal = Terminal(self.console, trainer.max_rounds, lambda number, rounds: trainer.due(number))
+        return self._terminal
 
-    def on_round_start(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
+        """Starts the bar; after the evaluation of the untrained network, says what came of it."""
+        self._display(trainer).__enter__()
+        first = trainer.current_round + 1
+        if first <= trainer.max_rounds and trainer.datamodule.clients:
+            self._display(trainer).expect(steps_between(trainer, first, trainer.max_rounds), first)
+        if first == 1 and trainer.untrained:
+            self._display(trainer).row({"round": 0, **trainer.untrained, "evaluate_seconds": trainer.untrained_seconds})
+
+    def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Begins to count the round's time."""
         self._done = 0
-        self.display.start(record.number, 0, len(record.clients), 0)
+        self._display(trainer).start(record.number, 0, len(record.clients), steps=0)
 
-    def on_client_start(self, trainer: Orchestrator, worker: str, client: int | None) -> None:
+    def on_client_start(self, trainer: FederatedTrainer, worker: str, client: int | None) -> None:
         """Shows what each worker does."""
-        self.display.working(worker, client)
+        self._display(trainer).working(worker, client)
 
-    def on_client_steps(self, trainer: Orchestrator, count: int) -> None:
+    def on_client_steps(self, trainer: FederatedTrainer, count: int) -> None:
         """Moves the bar."""
-        self.display.step(count)
+        self._display(trainer).step(count)
 
-    def on_client_update(self, trainer: Orchestrator, record: RoundRecord, update: Update) -> None:
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
         """Counts the client; one of an earlier process took none of this one's time."""
         self._done += 1
         if update.client in record.resumed:
-            self.display.start(record.number, self._done, len(record.clients), len(update.losses))
+            self._display(trainer).start(record.number, self._done, len(record.clients), steps=len(update.losses))
         else:
-            self.display.client(record.number, self._done, len(record.clients), update)
+            self._display(trainer).client(record.number, self._done, len(record.clients), update=update)
 
-    def on_client_refused(self, trainer: Orchestrator, record: RoundRecord, client: int, reason: str) -> None:
+    def on_client_refused(self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str) -> None:
         """Counts the client."""
         self._done += 1
-        self.display.client(record.number, self._done, len(record.clients), None)
+        self._display(trainer).client(record.number, self._done, len(record.clients), update=None)
 
-    def on_round_saved(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Writes the round's line, and what went wrong below it."""
-        self.display.row(record.row)
+        self._display(trainer).row(record.row)
         for alarm in record.alarms:
-            self.display.note(f"round {record.number}: {alarm}")
+            self._display(trainer).note(f"round {record.number}: {alarm}")
 
-    def on_note(self, trainer: Orchestrator, text: str) -> None:
+    def on_note(self, trainer: FederatedTrainer, text: str) -> None:
         """Writes it."""
-        self.display.note(text)
+        self._display(trainer).note(text)
 
-    def on_fit_end(self, trainer: Orchestrator) -> None:
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """Ends the bar."""
-        self.display.__exit__()
+        self._display(trainer).__exit__()
 
-    def on_exception(self, trainer: Orchestrator, exception: BaseException) -> None:
+    def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
         """Ends the bar."""
-        self.display.__exit__()
+        self._display(trainer).__exit__()
 
 
 def is_live(console: Console) -> bool:

@@ -8,7 +8,7 @@ from fedx_pl.callbacks.base import RoundCallback
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
-    from fedx_pl.trainer import Orchestrator
+    from fedx_pl.trainer import FederatedTrainer
 
 
 class Quarantine(RoundCallback):
@@ -23,7 +23,7 @@ class Quarantine(RoundCallback):
         self.limit = limit
         self.strikes: dict[int, int] = {}  # bad updates in a row, by client
 
-    def on_round_end(self, trainer: Orchestrator, record: RoundRecord) -> None:
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Counts, and excludes those who have reached the limit."""
         for update in record.updates:
             self.strikes.pop(update.client, None)
@@ -31,11 +31,11 @@ class Quarantine(RoundCallback):
             self.strikes[client] = self.strikes.get(client, 0) + 1
         self._exclude(trainer)
 
-    def on_fit_start(self, trainer: Orchestrator) -> None:
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Excludes those who had reached the limit when the run was interrupted."""
         self._exclude(trainer)
 
-    def _exclude(self, trainer: Orchestrator) -> None:
+    def _exclude(self, trainer: FederatedTrainer) -> None:
         excluded = sorted(client for client, count in self.strikes.items() if 0 < self.limit <= count)
         if excluded != trainer.excluded:
             names = ", ".join(map(trainer.name_of, excluded))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 # Page -> chart -> patterns of tags, or (value, low, high) of a band.
-Layout = Mapping[str, Mapping[str, list[str] | tuple[str, str, str]]]
+Pages = Mapping[str, Mapping[str, list[str] | tuple[str, str, str]]]
 
 _PROJECTOR = "projector_config.pbtxt"
 _LARGEST = 1e20  # that torch's histograms can hold
@@ -149,7 +149,7 @@ class RunWriter:
         """
         from fedx_pl.callbacks import plots
 
-        self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std), 0, dataformats="HWC")
+        self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std=std), 0, dataformats="HWC")
 
     def embedding(
         self, round_number: int, features: Tensor, images: Tensor, labels: np.ndarray | None, classes: Sequence[str]
@@ -200,7 +200,7 @@ class RunWriter:
         """Before there are other weights."""
         (self._folder / _PROJECTOR).unlink(missing_ok=True)
 
-    def layout(self, pages: Layout) -> None:
+    def layout(self, pages: Pages) -> None:
         """Which charts the custom scalars tab has, page by page."""
         self._writer.add_custom_scalars(
             {

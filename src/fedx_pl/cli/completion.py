@@ -16,10 +16,10 @@ from pathlib import Path
 from string import Template
 
 from fedx_pl import __version__, methods
-from fedx_pl.cli.parser import SHELLS, data_sets, make_parser
+from fedx_pl.cli.parser import SHELLS, make_parser
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.schema import all_keys
-from fedx_pl.evaluation.evaluate import KINDS
+from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import definitions_folder
 from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS
@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """What may follow a command."""
 
@@ -83,21 +83,21 @@ def commands(parser: argparse.ArgumentParser | None = None, path: str = "", text
     valued = [flag for action in parser._actions for flag in action.option_strings if action.nargs != 0]
     below = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
     if below is not None:
-        yield Command(path, text, options, valued, list(below.choices))
+        yield Command(path=path, help=text, options=options, valued=valued, words=list(below.choices))
         helps = {str(one.dest): one.help or "" for one in below._choices_actions}
         for name, child in below.choices.items():
             yield from commands(child, f"{path} {name}".strip(), helps[name])
         return
     arguments = [action for action in parser._actions if not action.option_strings]
     files = sum(action.type is Path for action in arguments)
-    yield Command(path, text, options, valued, _words(path), files)
+    yield Command(path=path, help=text, options=options, valued=valued, words=_words(path), files=files)
 
 
 def _words(path: str) -> list[str]:
     """What a command takes beside options and files."""
     own = {
-        "data": data_sets(),
-        "evaluate": list(KINDS),
+        "data": configuration.choices("data"),
+        "evaluate": list(EVALUATIONS),
         "sweep": ["profile=", *sorted(file.stem for file in definitions_folder().glob("*.yaml"))],
         "completion": list(SHELLS),
     }.get(path, [])

@@ -12,7 +12,9 @@ def run(options: argparse.Namespace) -> None:
     """Writes a run's encoder for use without this package."""
 
     with progress.grouped_warnings(progress.make_console()):
-        file, line = export(options.run, options.to, options.out, options.round, allow_code=options.allow_code)
+        file, line = export(
+            options.run, options.to, options.out, round_number=options.round, allow_code=options.allow_code
+        )
     print(file)
     if value_range := value_range_of(options.run):
         low, high = map(number, value_range)

@@ -10,8 +10,8 @@ def run(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
 
     encoder = load_encoder(options)
-    found = neighbors.find(encoder, options.query, options.images, options.count)
-    neighbors.contact_sheet(options.out, options.query, options.images, found, encoder.value_range)
+    found = neighbors.find(encoder, options.query, options.images, count=options.count)
+    neighbors.contact_sheet(options.out, options.query, options.images, found=found, value_range=encoder.value_range)
     for path, like in found:
         print(f"{like:.3f}  {path}")
     print(f"pictures: {options.out}")

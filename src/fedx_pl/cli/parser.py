@@ -96,15 +96,10 @@ def _data_parser(commands: Any) -> argparse.ArgumentParser:
     data: _Parser = commands.add_parser(
         "data", help="fetch a data set and describe it", usage="fedx-pl data [NAME] [data.key=value ...] [--debug]"
     )
-    data.add_argument("name", metavar="NAME", nargs="?", help=f"{', '.join(data_sets())}; without it, all are listed")
+    data.add_argument("name", metavar="NAME", nargs="?", help="of a data set; without it, all are listed")
     _add_overrides(data, "data.root=FOLDER, data.download=false, ...")
     data.set_defaults(command="data")
     return data
-
-
-def data_sets() -> list[str]:
-    """What ``data=`` may be: each has a file."""
-    return sorted(file.stem for file in (Path(__file__).parents[1] / "config" / "files" / "data").glob("*.yaml"))
 
 
 def _evaluate_parser(commands: Any) -> argparse.ArgumentParser:

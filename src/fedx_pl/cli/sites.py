@@ -5,10 +5,12 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,20 +18,19 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedx_pl.callbacks import progress
 from fedx_pl.cli.stopping import stopped_by_signals
 from fedx_pl.cli.summary import summary
-from fedx_pl.config import build as planning
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run, build
 from fedx_pl.config.describe import announcement
 from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
-from fedx_pl.engines import Watcher
+from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError, require
 from fedx_pl.files import lock
 from fedx_pl.sites import keys, site, wire
 from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Link, quiet_flower
-from fedx_pl.trainer import Orchestrator
+from fedx_pl.trainer import FederatedTrainer
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
@@ -42,7 +43,7 @@ def make_keys(options: argparse.Namespace) -> None:
     """Certificates and keys."""
     names = [name.strip() for name in options.sites.split(",") if name.strip()]
     host = options.host or keys.known_host(options.out) or socket.getfqdn()
-    for line in keys.make(options.out, host, options.port, names):
+    for line in keys.make(options.out, host, options.port, sites=names):
         print(line)
 
 
@@ -54,9 +55,9 @@ def server(options: argparse.Namespace) -> None:
 
 def _coordinate(options: argparse.Namespace) -> None:
     config = _server_config(options)
-    require("--port", options.port, 0 < options.port < 2**16, "--port 8000")
-    require("--timeout", options.timeout, 0 < options.timeout < inf, "seconds, e.g. --timeout 3600")
-    require("--wait", options.wait, 0 <= options.wait < inf, "seconds, e.g. --wait 600")
+    require("--port", options.port, 0 < options.port < 2**16, instead="--port 8000")
+    require("--timeout", options.timeout, 0 < options.timeout < inf, instead="seconds, e.g. --timeout 3600")
+    require("--wait", options.wait, 0 <= options.wait < inf, instead="seconds, e.g. --wait 600")
     console = progress.make_console()
     console.print(announcement(config, trains_here=False), soft_wrap=True)
     known = None if options.insecure else keys.load_server(options.keys)
@@ -65,15 +66,15 @@ def _coordinate(options: argparse.Namespace) -> None:
             f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
             f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
         )
-    plan = coordinator_plan(config, lambda line: console.print(line, soft_wrap=True))
-    side, channels = plan.data.train.images.shape[1], plan.data.train.images.shape[3]
 
-    def make_engine(plan: Plan, watcher: Watcher) -> FlowerEngine:
-        link = Link(plan.config.run_folder / "flower", options.host, options.port, known)
-        watcher.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
+    def make_engine(trainer: FederatedTrainer) -> FlowerEngine:
+        link = Link(trainer.folder / "flower", options.host, options.port, keys=known)
+        trainer.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
+        images = trainer.datamodule.images
         try:
-            offered = site.offer(config, channels, side, plan.data.value_range)
-            engine = FlowerEngine(plan, watcher, link, offered, wait=options.wait, timeout=options.timeout)
+            _, side, _, channels = images.train.images.shape
+            offered = site.offer(config, channels, side, value_range=images.value_range)
+            engine = FlowerEngine(trainer, link, offered, wait=options.wait, timeout=options.timeout)
         except BaseException:
             link.close()
             raise
@@ -81,8 +82,9 @@ def _coordinate(options: argparse.Namespace) -> None:
             engine.book.expect(sorted(known.sites))
         return engine
 
-    bar = progress.ProgressBar(rounds=config.federation.rounds, due=plan.evaluator.due, console=console)
-    summary(Orchestrator(plan, [bar], make_engine).run(), console)
+    bar = progress.ProgressBar(console)
+    run = coordinator_run(config, lambda line: console.print(line, soft_wrap=True), callbacks=[bar], engine=make_engine)
+    summary(run.fit(), console)
 
 
 def client(options: argparse.Namespace) -> None:
@@ -96,7 +98,10 @@ def client(options: argparse.Namespace) -> None:
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
     if options.insecure:
         known = keys.SiteKeys(
-            options.name or options.data.resolve().name, options.server, Path(), ec.generate_private_key(ec.SECP384R1())
+            name=options.name or options.data.resolve().name,
+            server=options.server,
+            ca=Path(),
+            private=ec.generate_private_key(ec.SECP384R1()),
         )
     else:
         known = keys.load_site(options.keys)
@@ -113,24 +118,39 @@ def client(options: argparse.Namespace) -> None:
     def say(line: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
 
-    here = site.Site(known.name, state, [f"data.root={options.data}", *own], say, allow_code=options.allow_code)
+    here = site.Site(known.name, state, [f"data.root={options.data}", *own], report=say, allow_code=options.allow_code)
     say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with held, suppress(KeyboardInterrupt):
-        _serve(here, address, None if options.insecure else known.ca, known.private, say)
+        _serve(here, address, None if options.insecure else known.ca, private=known.private, say=say)
     say("left the federation; start the same command to join again")
 
 
-def coordinator_plan(config: Config, report: planning.Callable[[str], None]) -> Plan:
-    """A plan without clients of its own, and with labelled images only if the configuration names some."""
-    if config.data.name != "folder" or config.data.root != configuration.compose(["data=folder"]).data.root:
-        data = planning.load_data(config, report)
-    else:
+def coordinator_run(config: Config, report: Callable[[str], None], **settings: Any) -> Run:
+    """A run without clients of its own, and with labeled images only if the configuration names some.
+
+    Args:
+        config: of the run.
+        report: takes one line for each thing worth knowing.
+        settings: further arguments of `build`.
+    """
+    images = None
+    if config.data.name == "folder" and config.data.root == configuration.compose(["data=folder"]).data.root:
         report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
         side = sources.stored_side(config.data)
         nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
-        data = ImageData("folder", Split(nothing, None), None, (), (), "images of the sites", "", options=config.data)
-    return planning.assemble(config, data, [])
+        images = ImageData(
+            name="folder",
+            train=Split(nothing, None),
+            test=None,
+            classes=(),
+            group_names=(),
+            source="images of the sites",
+            fingerprint="",
+            options=config.data,
+        )
+    partition = Elsewhere(clients=config.federation.clients)
+    return build(config, report, images=images, partition=partition, **settings)
 
 
 def _server_config(options: argparse.Namespace) -> Config:
@@ -146,9 +166,7 @@ def _server_config(options: argparse.Namespace) -> Config:
     return replace(config, run=run)
 
 
-def _serve(
-    here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: planning.Callable
-) -> None:
+def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: Callable) -> None:
     """Answers messages, and connects again whenever the coordinator was away."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
 
@@ -156,7 +174,7 @@ def _serve(
     while True:
         node = None
         try:
-            node = Node(address, ca, private, _number(connection))
+            node = Node(address, ca, private, before=_number(connection))
             connection.write_text(str(node.number))
             say("connected; waiting for rounds")
             silent, refused = False, 0.0

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fedx_pl.callbacks.progress import duration
-from fedx_pl.config.schema import flat
-from fedx_pl.trainer import Result
+from fedx_pl.federation.identity import flat
+from fedx_pl.trainer import FederatedTrainer
 
 FILES = {  # of a run folder, for people
     "metrics.csv": "losses, accuracies and times, a row per round",
@@ -34,47 +34,47 @@ def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def summary(result: Result, console: Console) -> None:
+def summary(trainer: FederatedTrainer, console: Console) -> None:
     """Accuracies by round, where everything is, and the next command."""
-    if any("knn_top1" in row for row in result.rows):
+    if any("knn_top1" in row for row in trainer.history):
         table = Table(title="accuracy on the test images (%)", title_justify="left")
         for column in ("round", "kNN", "linear", "linear top-5"):
             table.add_column(column, justify="right")
         for name, row in [
-            ("untrained", result.untrained),
-            *((str(row["round"]), row) for row in _measured(result.rows)),
+            ("untrained", trainer.untrained),
+            *((str(row["round"]), row) for row in _measured(trainer.history)),
         ]:
             table.add_row(name, *(_percent(row.get(key)) for key in ("knn_top1", "linear_top1", "linear_top5")))
         console.print(table)
         for key, name in (("linear_top1", "linear"), ("knn_top1", "kNN")):
-            values = [row[key] for row in result.rows if key in row]
-            before = result.untrained.get(key)
+            values = [row[key] for row in trainer.history if key in row]
+            before = trainer.untrained.get(key)
             against = "" if before is None else f", untrained {before:.2f}"
             best = f"best on the test images {max(values):.2f}"
             console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
     else:
         console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
-    for alarm in result.alarms[-5:]:
+    for alarm in trainer.alarms[-5:]:
         console.print(f"alarm: {alarm}", style="yellow", soft_wrap=True)
-    if len(result.alarms) > 5:
-        console.print(f"alarm: {len(result.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
-    console.print(f"time: {duration(result.seconds)}")
-    console.print(f"run folder: {result.folder}", soft_wrap=True)
+    if len(trainer.alarms) > 5:
+        console.print(f"alarm: {len(trainer.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
+    console.print(f"time: {duration(trainer.seconds)}")
+    console.print(f"run folder: {trainer.folder}", soft_wrap=True)
     for name, what in FILES.items():
-        if (result.folder / name).exists():
+        if (trainer.folder / name).exists():
             console.print(f"  {name:<20} {what}", soft_wrap=True)
     console.print("next:")
-    for words in _next(result):
+    for words in _next(trainer):
         console.print(f"  {words}", soft_wrap=True)
 
 
-def _next(result: Result) -> list[str]:
+def _next(trainer: FederatedTrainer) -> list[str]:
     """Commands that are worth typing now."""
-    folder = shlex.quote(str(result.folder))
-    labelled = any("knn_top1" in row for row in result.rows)
+    folder = shlex.quote(str(trainer.folder))
+    labelled = any("knn_top1" in row for row in trainer.history)
     use = f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
     return [
-        f"{_command('tensorboard')} --logdir {shlex.quote(str(result.folder.parent))} --samples_per_plugin images=100",
+        f"{_command('tensorboard')} --logdir {shlex.quote(str(trainer.folder.parent))} --samples_per_plugin images=100",
         f"{_command('fedx-pl')} {use}",
         f"{_command('fedx-pl')} export {folder} --to torch",
     ]

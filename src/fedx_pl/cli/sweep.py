@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fedx_pl.callbacks import progress
 from fedx_pl.cli.confirm import confirm
-from fedx_pl.config.build import lacks_gpu, prepare
+from fedx_pl.config.build import build, lacks_gpu
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import (
     definitions_folder,
@@ -36,13 +36,13 @@ def run(options: argparse.Namespace) -> int:
         load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml") for name in names
     ]
     seeds = parse_seeds(options.seeds)
-    jobs = plan_jobs(experiments, profile, seeds, more, parse_only(options.only, experiments))
+    jobs = plan_jobs(experiments, profile, seeds, more=more, only=parse_only(options.only, experiments))
     if not jobs:
         files = ", ".join(f"{one.name}.yaml" for one in experiments)
         raise UserError(f"profile {profile} has no such run; see profiles: in {files}, or type another --only")
     results = options.results or results_folder(definitions, profile)
     console = progress.make_console()
-    sweep = Sweep(jobs, results, options.jobs, console)
+    sweep = Sweep(jobs, results, options.jobs, console=console)
     seconds = sweep.expected_seconds()
     console.print(
         f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
@@ -95,8 +95,8 @@ def _measured_seconds(sweep: Sweep, console: Console) -> float | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # They will be in the run's log.
-            plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))
-            per_round = plan.estimate_seconds() / config.federation.rounds
+            run = build(config, lambda line: console.print(line, soft_wrap=True))
+            per_round = run.trainer.estimate_seconds() / config.federation.rounds
     except Exception:  # Methods of the user's fail in any way they like. The run will say why, and others go on.
         return None
     return per_round * sweep.rounds_left() / sweep.workers

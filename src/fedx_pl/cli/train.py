@@ -9,11 +9,11 @@ from fedx_pl.callbacks import progress
 from fedx_pl.cli.confirm import confirm
 from fedx_pl.cli.stopping import stopped_by_signals
 from fedx_pl.cli.summary import summary
-from fedx_pl.config.build import Plan, lacks_gpu, prepare
+from fedx_pl.config.build import Run, build, lacks_gpu
 from fedx_pl.config.compose import compose
-from fedx_pl.config.describe import announcement, expectation, parameters_text, plan_text
+from fedx_pl.config.describe import Expectation, announcement, clients_table, expectation, parameters_text
 from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.trainer import Orchestrator
+from fedx_pl.federation.estimate import steps_between
 
 
 def run(options: argparse.Namespace) -> None:
@@ -30,26 +30,26 @@ def _train(options: argparse.Namespace, console: Console) -> None:
 
         import_ray(local=not config.engine.address)  # If it is not installed, better know it now.
     console.print(announcement(config), soft_wrap=True)
-    plan = prepare(config, report=lambda line: console.print(line, soft_wrap=True))
-    rounds = config.federation.rounds
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    run = build(config, say, callbacks=[progress.ProgressBar(console)])
     if options.dry_run:
-        console.print(expectation(plan, plan.estimate_seconds()), soft_wrap=True)
-        console.print(plan_text(plan))
-        console.print(parameters_text(plan), soft_wrap=True)
-        console.print(f"{plan.steps_between(1, rounds):,} steps in all; the run folder would be {config.run_folder}",
-                      soft_wrap=True)  # fmt: skip
+        say(expectation(run, run.trainer.estimate_seconds()))
+        console.print(clients_table(run))
+        say(parameters_text(run.model))
+        steps = steps_between(run.trainer, 1, config.federation.rounds)
+        say(f"{steps:,} steps in all; the run folder would be {config.run_folder}")
         return
     # Before the run folder is made: whoever says no should find nothing left behind.
-    seconds = None if options.yes else _confirmed_seconds(plan, console)
-    bar = progress.ProgressBar(rounds=rounds, due=plan.evaluator.due, console=console)
-    orchestrator = Orchestrator(plan, [bar])
-    first = orchestrator.current_round + 1
-    if first <= rounds and seconds is None:
-        console.print(expectation(plan, plan.estimate_seconds(first)), soft_wrap=True)
-    summary(orchestrator.run(), console)
+    seconds = None if options.yes else _confirmed_seconds(run, console)
+    if seconds is None:
+        run.trainer.callbacks.append(Expectation(run, say))
+    summary(run.fit(), console)
 
 
-def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
+def _confirmed_seconds(run: Run, console: Console) -> float | None:
     """Says how long the paper's setting takes without a GPU, and asks if it is long.
 
     Returns:
@@ -58,15 +58,15 @@ def _confirmed_seconds(plan: Plan, console: Console) -> float | None:
     Raises:
         UserError: the answer is no, or nobody can be asked.
     """
-    if not lacks_gpu(plan.config):
+    if not lacks_gpu(run.config):
         return None
-    with warnings.catch_warnings():  # The orchestrator will tell of a damaged checkpoint.
+    with warnings.catch_warnings():  # The trainer will tell of a damaged checkpoint.
         warnings.simplefilter("ignore")
-        found = Checkpoints(plan.config.run_folder).latest(mend=False)
+        found = Checkpoints(run.config.run_folder).latest(mend=False)
     first = (found[0].round if found else 0) + 1
-    if first > plan.config.federation.rounds:
+    if first > run.config.federation.rounds:
         return None
-    seconds = plan.estimate_seconds(first)
-    console.print(expectation(plan, seconds), soft_wrap=True)
+    seconds = run.trainer.estimate_seconds(first)
+    console.print(expectation(run, seconds), soft_wrap=True)
     confirm(seconds, "profile=cpu for a small result in minutes")
     return seconds

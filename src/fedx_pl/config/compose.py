@@ -14,7 +14,7 @@ Keys end at the first ``=`` and values are taken as they are (lists as YAML), so
 import dataclasses
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
-from fedx_pl.config.registry import find_method
-from fedx_pl.config.schema import Config, frozen, schema_of
-from fedx_pl.data.images import RESIZED
+from fedx_pl.config.registry import DATA, METHOD, WORDS, find
+from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
+from fedx_pl.data.images import ARRAYS, RESIZED
+from fedx_pl.data.sources import SOURCES
+from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.mixins import MIXINS
@@ -35,12 +37,15 @@ from fedx_pl.mixins import MIXINS
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
 
 
+# Mixins that have a group of keys of their own.
+_GROUPED = {name: mixin for name, mixin in MIXINS.items() if hasattr(Config(), name)}
 GROUPS = ("data", "method", "recipe", "profile")
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {
     "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name", "aggregate": "aggregate.rule",
+    "backbone": "backbone.name", "partition": "partition.kind",
     "on_collapse": "health.on_collapse",
-    **{name: f"{name}.enabled" for name in MIXINS},
+    **{name: f"{name}.enabled" for name in _GROUPED},
 }  # fmt: skip
 _LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
 
@@ -49,6 +54,8 @@ def choices(group: str) -> list[str]:
     """What may be typed after ``group=``."""
     if group == "method":
         return list(methods.BUILT_IN)
+    if group == "data":
+        return sorted(name for name in SOURCES if name != ARRAYS)
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
@@ -78,8 +85,13 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     if chosen["profile"] == "auto":
         chosen["profile"] = "paper" if torch.cuda.is_available() else "cpu"
 
-    schema = schema_of(chosen["method"])
+    schema = schema_of(_parts(chosen, settings))
     for group in FILE_GROUPS:
+        if group == "data":
+            find(DATA, chosen["data"])
+            mean, std = STATISTICS.get(chosen["data"], ((), ()))
+            known = {"name": chosen["data"], "mean": list(mean), "std": list(std)}
+            schema = _merge(schema, {"data": known}, f"data={chosen['data']}")
         schema = _merge(schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml")
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
     # A preset first, so that a key of one's own wins wherever it stands.
@@ -88,14 +100,28 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             schema = _merge(schema, _nested("evaluation.linear", dataclasses.asdict(PRESETS[value])), key)
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
-    for name, mixin in MIXINS.items():
-        if issubclass(find_method(chosen["method"]), mixin):
+    for name, mixin in _GROUPED.items():
+        if issubclass(find(METHOD, chosen["method"]), mixin):
             schema[name].enabled = True
+    for word in [word for word in schema.mixins if word in _GROUPED]:
+        schema[word].enabled = True  # mixins=[fedx] is fedx=true.
+        schema.mixins.remove(word)
     if schema.data.name not in RESIZED:
         schema.data.image_size = 0  # Profiles set it for those that have it.
     if not schema.name:
         schema.name = _default_name(schema)
     return frozen(schema)
+
+
+def _parts(chosen: Mapping[str, str], settings: Sequence[tuple[str, str]]) -> Parts:
+    """The words among what was typed that decide which keys there are; the last of a key counts."""
+    tree: dict[str, Any] = {"method": {"name": chosen["method"]}, "data": {"name": chosen["data"]}}
+    for group, key in WORDS:
+        typed = [value for name, value in settings if name == f"{group}.{key}"]
+        if typed:
+            tree.setdefault(group, {})[key] = typed[-1]
+    mixins = [value for name, value in settings if name == "mixins"]
+    return Parts.of(tree | {"mixins": _value(mixins[-1]) if mixins else []})
 
 
 def _experiment(name: str) -> tuple[str, str, str]:
@@ -110,27 +136,40 @@ def _experiment(name: str) -> tuple[str, str, str]:
     return data, method, str(rest != method).lower()
 
 
-def load(path: Path, trusted: str = "") -> Config:
+def code_words(tree: Mapping[str, Any]) -> set[str]:
+    """The words of nested keys and values that name code outside this package: ``method=package.module:Class``."""
+    parts = Parts.of(tree)
+    evaluation = tree.get("evaluation")
+    also = evaluation.get("also") if isinstance(evaluation, Mapping) else None
+    listed = map(str, also) if isinstance(also, list) else ()
+    words = [("method", parts.method), *(("mixins", word) for word in parts.mixins)]
+    words += [(f"{group}.{key}", word) for group, key, word in parts.others]
+    words += [("evaluation.also", word) for word in listed]
+    return {f"{key}={word}" for key, word in words if ":" in word}
+
+
+def load(path: Path, trusted: Collection[str] = ()) -> Config:
     """Reads a run folder's ``config.yaml`` back.
 
     Args:
         path: of the file.
-        trusted: a method ``module:Class`` whose code may be imported, or ``*`` for any. A run folder may be somebody
-            else's, and importing a module runs it.
+        trusted: of `code_words`, what may be imported, or ``*`` for anything. A run folder may be somebody else's, and
+            importing a module runs it.
     """
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
-    method = tree.get("method") if isinstance(tree, dict) else None
-    name = str(method.get("name")) if isinstance(method, dict) else ""
-    if ":" in name and trusted not in ("*", name):
-        raise UserError(f"{path} names code to be run, method={name}; if you trust it, add allow_code=true")
+    if isinstance(tree, dict):
+        # Code that belongs to the command that trained, not to the run.
+        tree["callbacks"], tree["logger"] = [], [TENSORBOARD]
+        tree.pop("engine", None)
+    foreign = code_words(tree) if isinstance(tree, dict) else set()
+    if "*" not in trusted and (unknown := sorted(foreign - set(trusted))):
+        raise UserError(f"{path} names code to be run, {unknown[0]}; if you trust it, add allow_code=true")
     if isinstance(tree, dict) and isinstance(evaluation := tree.get("evaluation"), dict):
         data = tree.get("data")
         evaluation.setdefault("labels", former_labels(data.get("limit") if isinstance(data, dict) else 0))
-    if isinstance(tree, dict):
-        tree["callbacks"] = []  # They are code, too, and belong to the command that trained, not to the run.
     return from_tree(tree, str(path))
 
 
@@ -147,7 +186,8 @@ def from_tree(tree: Any, source: str) -> Config:
         source: where it is from, for people.
     """
     try:
-        schema = schema_of(tree["method"]["name"])
+        tree["method"]["name"]
+        schema = schema_of(Parts.of(tree))
     except (TypeError, KeyError) as error:
         raise UserError(f"{source} is not a readable run configuration ({error})") from error
     return frozen(_merge(schema, _plain(tree), source))
@@ -155,6 +195,8 @@ def from_tree(tree: Any, source: str) -> Config:
 
 def _read_choice(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
+    if group == "data" and not path.exists():  # Then there is nothing more to say about these images.
+        return {}
     if choice not in choices(group):
         gpu = group == "profile" and choice in ("gpu", "cuda")
         names = [*choices(group), *(["auto"] if group == "profile" else [])]
@@ -199,7 +241,10 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
         if key not in known:
             guess = did_you_mean(key, known) or ";"
             raise UserError(f"{where}: there is no key {key}{guess} `fedx-pl train --help` lists all") from error
-        usual = OmegaConf.select(schema, key)
+        try:
+            usual = OmegaConf.select(schema, key)
+        except OmegaConfBaseException:  # What was typed before for the same key cannot be read either.
+            raise UserError(f"wrong value for {where}") from error
         usual = OmegaConf.to_container(usual) if OmegaConf.is_config(usual) else usual
         if where.startswith(f"{key}="):
             raise UserError(wrong_type(key, where.partition("=")[2], usual)) from error
@@ -218,10 +263,7 @@ def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _default_name(schema: DictConfig) -> str:
-    method = str(schema.method.name).rpartition(":")[2].lower()
-    added = [name for name in reversed(MIXINS) if schema[name].enabled]
-    if schema.regularizer.name != "none":
-        added.append(str(schema.regularizer.name))
-    if schema.aggregate.rule != "mean":
-        added.append(str(schema.aggregate.rule))
-    return "-".join([schema.data.name, method, *added, schema.profile])
+    words = [schema.data.name, schema.method.name, *(name for name in reversed(_GROUPED) if schema[name].enabled)]
+    words += [*schema.mixins, schema.regularizer.name, schema.aggregate.rule, schema.profile]
+    short = [str(word).rpartition(":")[2].lower() for word in words if word not in ("none", "mean")]
+    return "-".join(short)

@@ -1,13 +1,21 @@
 """What a run is going to do, in words: before it starts, and for ``--dry-run``."""
 
+from collections.abc import Callable
+
 import torch
 from rich.table import Table
 
+from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.progress import duration
-from fedx_pl.config.build import Plan
+from fedx_pl.config.build import Run
 from fedx_pl.config.schema import Config
+from fedx_pl.federation.device import resolve_precision
+from fedx_pl.federation.estimate import steps_of
+from fedx_pl.federation.identity import own_backbone
 from fedx_pl.files import size_of
 from fedx_pl.methods import BUILT_IN
+from fedx_pl.methods.base import SSLMethod
+from fedx_pl.trainer import FederatedTrainer
 
 
 def announcement(config: Config, *, trains_here: bool = True) -> str:
@@ -34,43 +42,67 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
     return "\n".join(lines)
 
 
-def expectation(plan: Plan, seconds: float) -> str:
+def expectation(run: Run, seconds: float) -> str:
     """On what it runs and how long it takes."""
-    cuda = plan.device.type == "cuda"
+    trainer, config = run.trainer, run.config
+    cuda = trainer.device.type == "cuda"
     threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name(plan.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
-    backbone = "" if plan.config.method.name in BUILT_IN else f"{plan.own_backbone or plan.config.backbone.name}, "
-    line = f"{backbone}{len(plan.data.train.images):,} images, {plan.precision} on {where}: about {duration(seconds)}"
+    where = torch.cuda.get_device_name(trainer.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
+    backbone = ""
+    if config.method.name not in BUILT_IN:
+        backbone = f"{own_backbone(trainer.description, run.model, run.data) or config.backbone.name}, "
+    precision = resolve_precision(trainer.precision, trainer.device)
+    images = len(run.data.images.train.images)
+    line = f"{backbone}{images:,} images, {precision} on {where}: about {duration(seconds)}"
     if not cuda and seconds > 3600:
         line += "\nWithout a GPU, profile=cpu gives a small result in minutes."
     return line
 
 
-def plan_text(plan: Plan) -> Table:
+class Expectation(RoundCallback):
+    """Says how long a run is expected to take, once it is known where it goes on."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        """Keeps what to ask.
+
+        Args:
+            run: what is going to be trained.
+            say: takes the line.
+        """
+        self.run, self.say = run, say
+
+    def setup(self, trainer: FederatedTrainer) -> None:
+        """Measures a few steps, unless the run is finished."""
+        first = trainer.current_round + 1
+        if first <= trainer.max_rounds:
+            self.say(expectation(self.run, trainer.estimate_seconds(first)))
+
+
+def clients_table(run: Run) -> Table:
     """Sizes per client and steps, for ``--dry-run``."""
     table = Table(title="clients", title_justify="left")
     for column in ("client", "images", "classes", "batch", "relation batch", "steps per round"):
         table.add_column(column, justify="right")
-    counts, _ = plan.class_counts()
-    shown = list(range(len(plan.clients)))
+    counts, _ = run.data.class_counts()
+    shown = list(range(len(run.data.clients)))
     for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
-        data = plan.client_data(client, round_number=1)
-        classes = str(int((counts[client] > 0).sum())) if plan.data.train.labels is not None else "-"
+        data = run.trainer.client_data(client, round_number=1)
+        classes = str(int((counts[client] > 0).sum())) if run.data.images.train.labels is not None else "-"
         relation = str(min(data.relation_size, data.num_images)) if data.relation_size else "-"
-        row = (client, f"{data.num_images:,}", classes, data.views_size, relation, f"{plan.steps_of(client):,}")
+        row = (client, f"{data.num_images:,}", classes, data.views_size, relation, f"{steps_of(run.trainer, client):,}")
         table.add_row(*map(str, row))
     if len(shown) > 20:
         table.caption = f"{len(shown) - 20} clients in between are not shown"
     return table
 
 
-def parameters_text(plan: Plan) -> str:
+def parameters_text(model: SSLMethod) -> str:
     """How large the model is, and what travels."""
-    total = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
-    backbone = sum(p.numel() for p in plan.model.backbone.parameters())
-    shared = size_of(plan.model.shared_state())
-    private = size_of(plan.model.private_state())
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    backbone = sum(p.numel() for p in model.backbone.parameters())
+    shared = size_of(model.shared_state())
+    private = size_of(model.private_state())
     return (
-        f"{type(plan.model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
+        f"{type(model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
         f"{shared / 1e6:.1f} MB shared and {private / 1e6:.1f} MB private per client"
     )

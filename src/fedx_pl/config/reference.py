@@ -2,7 +2,7 @@
 
 from fedx_pl import methods
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.registry import find_method
+from fedx_pl.config.registry import METHOD, find
 from fedx_pl.config.schema import all_keys
 from fedx_pl.errors import UserError
 from fedx_pl.methods.parameters import hyper_parameters
@@ -24,7 +24,7 @@ def key_reference(method_name: str = "") -> str:
     lines += [_key_line(key, default, text) for key, default, text in all_keys()]
     listed = dict(methods.BUILT_IN)
     try:
-        listed |= {method_name: find_method(method_name)} if method_name else {}
+        listed |= {method_name: find(METHOD, method_name)} if method_name else {}
     except UserError as error:  # The rest of the help is still worth reading.
         lines += ["", f"error: {error}"]
     for name, method in listed.items():

@@ -1,71 +1,179 @@
-"""How a name on the command line becomes a class."""
+"""How a word on the command line becomes a thing: one registry for every kind of part.
 
+A word is the name of a built-in part, an entry point that an installed package declares (group ``fedx_pl.methods``,
+``fedx_pl.mixins``, ...), or ``package.module:Name``.
+"""
+
+import dataclasses
 import importlib
+import inspect
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
+from pytorch_lightning.loggers import CSVLogger, Logger
+
+from fedx_pl.backbones import BACKBONES
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.dashboard import Dashboard
+from fedx_pl.callbacks.early_stopping import EarlyStopping
+from fedx_pl.data.images import ARRAYS
+from fedx_pl.data.partition import PARTITIONS, Partition
+from fedx_pl.data.sources import SOURCES
+from fedx_pl.engines import ENGINES, Engine
 from fedx_pl.errors import UserError, known_names
+from fedx_pl.evaluation import EVALUATIONS, Evaluation
+from fedx_pl.federation.aggregate import Aggregator
+from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer
+from fedx_pl.federation.robust import RULES
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.mixins import MIXINS, Mixin
 
 
-def find_method(name: str) -> type[SSLMethod]:
-    """The class behind ``method=name``.
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of part."""
+
+    key: str  # what is typed before the equals sign
+    group: str  # of entry points, after ``fedx_pl.``
+    built_in: Mapping[str, Any]  # things by word
+    base: type | None = None  # what a class must be a subclass of; None: a function will do
+    form: str = "{key}={word}"  # how a word is typed
+
+    def typed(self, word: str) -> str:
+        """A word as it is typed."""
+        return self.form.format(key=self.key, word=word)
+
+
+_LIST = "{key}=[{word}]"
+METHOD = Kind(key="method", group="methods", built_in=BUILT_IN, base=SSLMethod)
+MIXIN = Kind(key="mixins", group="mixins", built_in=MIXINS, base=Mixin, form=_LIST)
+BACKBONE = Kind(key="backbone.name", group="backbones", built_in=BACKBONES)
+DATA = Kind(key="data", group="data", built_in=SOURCES)
+PARTITION = Kind(key="partition.kind", group="partitions", built_in=PARTITIONS, base=Partition)
+RULE = Kind(key="aggregate", group="rules", built_in=RULES, base=Aggregator)
+REGULARIZER = Kind(key="regularizer", group="regularizers", built_in=REGULARIZERS, base=Regularizer)
+ENGINE = Kind(key="engine", group="engines", built_in=ENGINES, base=Engine)
+EVALUATION = Kind(
+    key="evaluate", group="evaluations", built_in=EVALUATIONS, base=Evaluation, form="fedx-pl {key} RUN {word}"
+)
+LOGGER = Kind(
+    key="logger", group="loggers", built_in={"tensorboard": Dashboard, "csv": CSVLogger}, base=Logger, form=_LIST
+)
+CALLBACK = Kind(
+    key="callbacks", group="callbacks", built_in={"early_stopping": EarlyStopping}, base=RoundCallback, form=_LIST
+)
+KINDS = (
+    METHOD, MIXIN, BACKBONE, DATA, PARTITION, RULE, REGULARIZER, ENGINE, EVALUATION, LOGGER, CALLBACK,
+)  # fmt: skip
+
+# The keys of the configuration that hold one such word: (group, key within it).
+WORDS = {
+    ("method", "name"): METHOD,
+    ("backbone", "name"): BACKBONE,
+    ("data", "name"): DATA,
+    ("partition", "kind"): PARTITION,
+    ("aggregate", "rule"): RULE,
+    ("regularizer", "name"): REGULARIZER,
+    ("engine", "name"): ENGINE,
+}
+
+_BROUGHT: dict[str, type[SSLMethod]] = {}  # classes that were given from Python, by their path
+
+
+def find(kind: Kind, word: str) -> Any:
+    """The thing behind a word.
+
+    Raises:
+        UserError: there is none, or it is of another kind; the nearest word is named.
+    """
+    if word in kind.built_in:
+        return kind.built_in[word]
+    if kind is METHOD and word in _BROUGHT:
+        return _BROUGHT[word]
+    plugins = {point.name: point for point in entry_points(group=f"fedx_pl.{kind.group}")}
+    if word in plugins:
+        return _checked(kind, word, plugins[word].load())
+    if ":" in word:
+        return _checked(kind, word, _import(kind, word))
+    names = [name for name in (*kind.built_in, *plugins) if name != ARRAYS]
+    guess = known_names(word, names, prefix=kind.typed("").strip("[]")) if names else ""
+    what = "class" if kind.base else "function"
+    own = kind.typed("package.module:Class" if kind.base else "package.module:function")
+    raise UserError(f"{kind.typed(word)} is not known{guess}; or give your own {what} as {own}")
+
+
+def is_foreign(kind: Kind, word: str) -> bool:
+    """Whether a word is none of ours."""
+    return word not in kind.built_in
+
+
+def bring(method: type[SSLMethod]) -> str:
+    """Makes a class known by its path, wherever it was defined, and returns the path."""
+    path = f"{method.__module__}:{method.__qualname__}"
+    _BROUGHT[path] = _checked(METHOD, path, method)
+    return path
+
+
+def own_settings(thing: Any, known: type) -> dict[str, Any]:
+    """The arguments with a plain default that a part has beyond those of its group: they become keys.
 
     Args:
-        name: a built-in method, an entry point of the group ``fedx_pl.methods``, or ``package.module:Class``.
+        thing: a class or function.
+        known: the dataclass of the group's keys.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    plugins = {point.name: point for point in entry_points(group="fedx_pl.methods")}
-    if name in plugins:
-        return _check(name, plugins[name].load())
-    if ":" in name:
-        return _check(name, _import("method", name, SSLMethod))
-    names = [*BUILT_IN, *plugins]
-    raise UserError(
-        f"method={name} is not known{known_names(name, names, prefix='method=')}; or give your own class as "
-        f"method=package.module:Class"
-    )
+    usual = {field.name for field in dataclasses.fields(known)}
+    parameters = inspect.signature(thing).parameters.values()
+    plain = [parameter for parameter in parameters if isinstance(parameter.default, bool | int | float | str)]
+    return {parameter.name: parameter.default for parameter in plain if parameter.name not in usual}
 
 
-def find_callback(path: str) -> type[RoundCallback]:
-    """The class behind an item of ``callbacks=[...]``.
+def call(thing: Callable[..., Any], options: object, **given: Any) -> Any:
+    """Calls a class or function with what it asks for, by name.
 
     Args:
-        path: an entry point of the group ``fedx_pl.callbacks``, or ``package.module:Class``.
+        thing: what to call.
+        options: the keys of its group, by which its arguments are found.
+        given: further arguments, which it need not take.
     """
-    plugins = {point.name: point for point in entry_points(group="fedx_pl.callbacks")}
-    if path not in plugins and ":" not in path:
-        raise UserError(f"callbacks=[{path}] is not known; give your own class as callbacks=[package.module:Class]")
-    found = plugins[path].load() if path in plugins else _import("callbacks", path, RoundCallback)
-    if not (isinstance(found, type) and issubclass(found, RoundCallback)):
-        raise UserError(f"callbacks=[{path}] is {found!r}, which is not a subclass of fedx_pl.RoundCallback")
-    return found
+    parameters = inspect.signature(thing).parameters
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    taken = {name: getattr(options, name) for name in parameters if hasattr(options, name) and name not in given}
+    return thing(**taken, **{name: value for name, value in given.items() if everything or name in parameters})
 
 
-def _import(key: str, path: str, kind: type) -> object:
-    module_name, _, class_name = path.partition(":")
+def _import(kind: Kind, path: str) -> object:
+    module_name, _, name = path.partition(":")
     if "" not in sys.path:  # A console script does not look in the folder it is started from; `python -m` does.
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # Whatever a stranger's module does when it is imported.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise UserError(f"{key}={path}: cannot import {module_name} ({reason}); start where it can be found") from error
-    if not hasattr(module, class_name):
-        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name]
-        classes = [v.__name__ for v in own if issubclass(v, kind)]
         raise UserError(
-            f"{key}={path}: {module_name} has no {class_name!r}; it has {', '.join(classes) or f'no {kind.__name__}'}"
+            f"{kind.key}={path}: cannot import {module_name} ({reason}); start where it can be found"
+        ) from error
+    if not hasattr(module, name):
+        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name]
+        base = kind.base or object
+        classes = [v.__name__ for v in own if issubclass(v, base)]
+        raise UserError(
+            f"{kind.key}={path}: {module_name} has no {name!r}; it has {', '.join(classes) or f'no {base.__name__}'}"
         )
-    return getattr(module, class_name)
+    return getattr(module, name)
 
 
-def _check(name: str, found: object) -> type[SSLMethod]:
-    if not (isinstance(found, type) and issubclass(found, SSLMethod)):
-        raise UserError(f"method={name} is {found!r}, which is not a subclass of fedx_pl.SSLMethod")
-    if found.loss is SSLMethod.loss:
-        raise UserError(f"method={name} has no loss of its own; write def loss(self, batch, z)")
+def _checked(kind: Kind, word: str, found: object) -> Any:
+    if kind.base is None:
+        if not callable(found):
+            raise UserError(f"{kind.typed(word)} is {found!r}, which is not a function")
+        return found
+    if not (isinstance(found, type) and issubclass(found, kind.base)):
+        home = "fedx_pl" if kind.base in (SSLMethod, RoundCallback, Partition) else kind.base.__module__
+        raise UserError(f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{kind.base.__name__}")
+    if kind is METHOD and found.loss is SSLMethod.loss:  # type: ignore[attr-defined]
+        raise UserError(f"method={word} has no loss of its own; write def loss(self, batch, z)")
     return found

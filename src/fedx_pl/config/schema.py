@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -17,32 +17,38 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.health import HealthOptions
-from fedx_pl.config.registry import find_method
-from fedx_pl.data import partition
+from fedx_pl.config.registry import (
+    METHOD,
+    MIXIN,
+    PARTITION,
+    REGULARIZER,
+    WORDS,
+    call,
+    find,
+    is_foreign,
+    own_settings,
+)
 from fedx_pl.data.augment import AugmentOptions
 from fedx_pl.data.dealing import check_beta
 from fedx_pl.data.images import RESIZED, DataOptions
-from fedx_pl.data.partition import Partition
+from fedx_pl.data.partition import FromFile, Partition
+from fedx_pl.data.sources import SOURCES
 from fedx_pl.engines import EngineOptions
-from fedx_pl.errors import UserError, known_names, require
+from fedx_pl.errors import UserError, require
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.identity import decisive, flat
 from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import RegularizerOptions
+from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.methods.parameters import hyper_parameters
-from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions
+from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions, wrap
 
-PARTITIONS: dict[str, type[Partition]] = {
-    "iid": partition.IID,
-    "dirichlet": partition.Dirichlet,
-    "classes": partition.ClassesPerClient,
-    "quantity": partition.QuantitySkew,
-    "folders": partition.Folders,
-}
+TENSORBOARD = "tensorboard"  # the logger that is our dashboard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FederationOptions:
     """Who trains, and how often."""
 
@@ -57,15 +63,19 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         for name in ("clients", "rounds", "epochs", "min_clients"):
-            require(f"federation.{name}", value := getattr(self, name), value >= 1, f"federation.{name}=1 or more")
-        require("federation.fraction", self.fraction, 0 < self.fraction <= 1, "a share in (0, 1], e.g. 0.5")
+            require(
+                f"federation.{name}", value := getattr(self, name), value >= 1, instead=f"federation.{name}=1 or more"
+            )
+        require("federation.fraction", self.fraction, 0 < self.fraction <= 1, instead="a share in (0, 1], e.g. 0.5")
         possible = self.min_clients <= self.clients
-        require("federation.min_clients", self.min_clients, possible, f"at most federation.clients={self.clients}")
+        require(
+            "federation.min_clients", self.min_clients, possible, instead=f"at most federation.clients={self.clients}"
+        )
         known = self.batchnorm in ("average", "local")
-        require("federation.batchnorm", self.batchnorm, known, "federation.batchnorm=average or local")
+        require("federation.batchnorm", self.batchnorm, known, instead="federation.batchnorm=average or local")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where and how a run happens; nothing here changes what is computed (`compile`: but for rounding)."""
 
@@ -84,16 +94,16 @@ class RunOptions:
     client_curves: int = field(default=10, metadata={"help": "clients with curves of their own in TensorBoard"})
 
     def __post_init__(self) -> None:
-        require("run.resume", self.resume, self.resume in ("auto", "never"), "run.resume=auto or never")
+        require("run.resume", self.resume, self.resume in ("auto", "never"), instead="run.resume=auto or never")
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        require("run.device", self.device, known, "run.device=auto, cpu, cuda or cuda:1")
-        require("run.threads", self.threads, self.threads >= 0, "run.threads=0 for torch's choice")
-        require("run.keep", self.keep, self.keep >= 1, "run.keep=1 or more")
-        require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, "run.resident_gb=0 or more")
-        require("run.client_curves", self.client_curves, self.client_curves >= 0, "run.client_curves=0 or more")
+        require("run.device", self.device, known, instead="run.device=auto, cpu, cuda or cuda:1")
+        require("run.threads", self.threads, self.threads >= 0, instead="run.threads=0 for torch's choice")
+        require("run.keep", self.keep, self.keep >= 1, instead="run.keep=1 or more")
+        require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, instead="run.resident_gb=0 or more")
+        require("run.client_curves", self.client_curves, self.client_curves >= 0, instead="run.client_curves=0 or more")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
     """How images are dealt to clients."""
 
@@ -113,17 +123,38 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        if self.kind not in PARTITIONS:
-            instead = known_names(str(self.kind), [*PARTITIONS], prefix="partition.kind=")
-            raise UserError(f"partition.kind={self.kind} is not known{instead}")
 
     def made(self, clients: int) -> Partition:
         """The partition that these options describe."""
         if self.file:
-            return partition.FromFile(clients=clients, file=self.file)
-        kind = PARTITIONS[self.kind]
-        taken = {item.name for item in dataclasses.fields(kind)} & {"beta", "classes", "min_size"}
-        return kind(clients=clients, **{name: getattr(self, name) for name in taken})
+            return FromFile(clients=clients, file=self.file)
+        partition: Partition = call(find(PARTITION, self.kind), self, clients=clients)
+        return partition
+
+
+@dataclass(frozen=True)
+class EvaluationKeys(EvaluationOptions):
+    """How often and how the encoder is measured."""
+
+    also: list[str] = field(
+        default_factory=list, metadata={"help": "evaluations of your own, when kNN is due: [package.module:Class]"}
+    )
+
+
+@dataclass(frozen=True)
+class RegularizerOptions:
+    """Which one; plain FedAvg has none."""
+
+    name: str = field(default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"})
+    mu: float = field(default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"})
+
+    def __post_init__(self) -> None:
+        require("regularizer.mu", self.mu, self.mu >= 0, instead="regularizer.mu=0.01")
+
+    def made(self) -> Regularizer:
+        """The regularizer that these options describe."""
+        regularizer: Regularizer = call(find(REGULARIZER, self.name), self)
+        return regularizer
 
 
 @dataclass(frozen=True)
@@ -133,7 +164,7 @@ class MethodOptions:
     name: str = field(default="simclr", metadata={"help": "short: method=NAME"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -155,15 +186,25 @@ class Config:
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     federation: FederationOptions = field(default_factory=FederationOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    evaluation: EvaluationKeys = field(default_factory=EvaluationKeys)
     health: HealthOptions = field(default_factory=HealthOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
     callbacks: list[str] = field(
-        default_factory=list, metadata={"help": "round callbacks of your own, e.g. [package.module:Class]"}
+        default_factory=list, metadata={"help": "round callbacks: [early_stopping], or your own [package.module:Class]"}
+    )
+    logger: list[str] = field(
+        default_factory=lambda: [TENSORBOARD], metadata={"help": "[tensorboard,csv], or your own Lightning loggers"}
+    )
+    mixins: list[str] = field(
+        default_factory=list, metadata={"help": "mixins of your own, the innermost first: [package.module:Class]"}
     )
 
     def __post_init__(self) -> None:
+        for (group, key), kind in WORDS.items():
+            find(kind, getattr(getattr(self, group), key))
+        for word in self.mixins:
+            find(MIXIN, word)
         self.aggregate.require_possible(self.federation.min_clients)
         if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
             raise UserError(
@@ -183,19 +224,7 @@ class Config:
 
     def content(self) -> dict[str, Any]:
         """What decides the result: all keys but where things are and how the run is carried out."""
-        content = dataclasses.asdict(self)
-        del content["run"], content["engine"], content["health"], content["callbacks"]
-        del content["aggregate"]["quarantine"]  # A client that was mended is asked again by another value.
-        for place in ("cache", "download", "workers"):
-            del content["data"][place]
-        content["fedca"]["base"] = Path(self.fedca.base).name  # A run's folder is named after what it holds.
-        content["fork"] = Path(self.fork).name
-        # For a folder the root says which images, for the others only where they lie.
-        if self.data.name != "folder":
-            del content["data"]["root"]
-        if self.data.name not in RESIZED:
-            del content["data"]["image_size"]
-        return content
+        return decisive(dataclasses.asdict(self))
 
     @cached_property
     def hash(self) -> str:
@@ -208,8 +237,8 @@ class Config:
 
     def non_defaults(self) -> dict[str, Any]:
         """What differs from the defaults, and the method's name, by dotted key."""
-        usual, content = _usual(self.method.name), flat(self.content())
-        if self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
+        usual, content = _usual(Parts.of(dataclasses.asdict(self))), flat(self.content())
+        if self.data.name in SOURCES and self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
             content["data.image_size"] = 64  # They once set it for all data sets: runs keep their names.
         return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
 
@@ -244,14 +273,6 @@ class Config:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys and values."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
 def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """All keys of the schema as (dotted name, default, help), for ``--help``; a method's own are not among them."""
     for item in dataclasses.fields(config_class):
@@ -262,26 +283,64 @@ def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[st
             yield prefix + item.name, default, item.metadata.get("help", "")
 
 
-def schema_of(method_name: str) -> DictConfig:
-    """The typed tree of all keys, with the method's hyper-parameters in their place; a new one each time."""
-    return copy.deepcopy(_prototype(method_name))
+@dataclass(frozen=True)
+class Parts:
+    """The words that decide which keys there are."""
+
+    method: str = "simclr"
+    mixins: tuple[str, ...] = ()  # of one's own
+    others: tuple[tuple[str, str, str], ...] = ()  # (group, key, word) of what is not built in
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> "Parts":
+        """Those of nested keys and values, which need not be complete."""
+
+        def word(group: str, key: str) -> str:
+            part = tree.get(group)
+            return str(part.get(key, "")) if isinstance(part, Mapping) else ""
+
+        words = [(group, key, word(group, key)) for group, key in WORDS if group != "method"]
+        others = [(group, key, told) for group, key, told in words if told and is_foreign(WORDS[group, key], told)]
+        mixins = tree.get("mixins")
+        listed = tuple(map(str, mixins)) if isinstance(mixins, list | tuple) else ()
+        return cls(word("method", "name") or "simclr", listed, tuple(others))
+
+
+def schema_of(parts: Parts) -> DictConfig:
+    """The typed tree of all keys, with those of the method and of other parts in their place; a new one each time."""
+    return copy.deepcopy(_prototype(parts))
+
+
+def method_of(name: str, mixins: Sequence[str]) -> type[SSLMethod]:
+    """A method with mixins of one's own around it."""
+    method: type[SSLMethod] = find(METHOD, name)
+    for word in mixins:
+        method = wrap(find(MIXIN, word), method)
+    return method
 
 
 @cache
-def _prototype(method_name: str) -> DictConfig:
-    own: list[Any] = [("name", str, field(default=method_name))]
-    for key, (hint, default, _) in hyper_parameters(find_method(method_name)).items():
+def _prototype(parts: Parts) -> DictConfig:
+    own: list[Any] = [("name", str, field(default=parts.method))]
+    for key, (hint, default, _) in hyper_parameters(method_of(parts.method, parts.mixins)).items():
         many = isinstance(default, list | tuple)
         own.append((key, hint, field(default_factory=partial(list, default)) if many else field(default=default)))
     options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)
-    whole = [("method", options, field(default_factory=options))]
+    whole: list[Any] = [("method", options, field(default_factory=options))]
+    groups = {item.name: item.default_factory for item in dataclasses.fields(Config)}
+    for group, key, word in parts.others:
+        base: Any = groups[group]
+        more = own_settings(find(WORDS[group, key], word), base)
+        extended = [(name, type(default), field(default=default)) for name, default in more.items()]
+        kind = make_dataclass(base.__name__, extended, bases=(base,), frozen=True)
+        whole.append((group, kind, field(default_factory=kind)))
     return _unlocked(OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True)))
 
 
 @cache
-def _usual(method_name: str) -> dict[str, Any]:
+def _usual(parts: Parts) -> dict[str, Any]:
     """The defaults as dotted keys and values."""
-    return {"data.image_size": 0} | flat(frozen(schema_of(method_name)).content())
+    return {"data.image_size": 0} | flat(frozen(schema_of(parts)).content())
 
 
 def frozen(schema: DictConfig) -> Config:

@@ -26,7 +26,7 @@ SIGMA = (0.1, 2.0)  # SimCLR's range of blur
 CROPS = ("pad", "resized", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AugmentOptions:
     """What happens to a training image: geometry first, then colour, grey and blur. A strength of 0 skips its step."""
 
@@ -173,14 +173,14 @@ class Augment:
         degrees = (2 * draws.angle - 1) * options.rotation if options.rotation else None
         if options.crop == "resized":
             size = (options.size, options.size) if options.size else (images.shape[1], images.shape[2])
-            box = crop_box(images.shape[1], images.shape[2], draws, options.scale_min)
-            return warp(images.permute(0, 3, 1, 2).float(), size, box, flip, degrees)
+            box = crop_box(images.shape[1], images.shape[2], draws, scale_min=options.scale_min)
+            return warp(images.permute(0, 3, 1, 2).float(), size, box, flip=flip, degrees=degrees)
         images = self._fit(images)
         pad = options.pad if options.crop == "pad" else 0
         if pad or options.flip:
-            images = shift_and_flip(images, draws.crop_y, draws.crop_x, pad, flip)
+            images = shift_and_flip(images, draws.crop_y, draws.crop_x, pad=pad, flip=flip)
         x = images.permute(0, 3, 1, 2)
-        return x if degrees is None else warp(x.float(), (x.shape[2], x.shape[3]), None, None, degrees)
+        return x if degrees is None else warp(x.float(), (x.shape[2], x.shape[3]), None, flip=None, degrees=degrees)
 
     def _colour(self, x: Tensor, draws: _Uniforms, order: list[int]) -> Tensor:
         """Jitter in the given order of its four steps, grey, blur: (B, C, h, w) to the same shape."""

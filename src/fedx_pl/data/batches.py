@@ -46,7 +46,7 @@ class ImageStore:
         return images.to(self.device, non_blocking=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClientData:
     """A client's images and how they become batches.
 
@@ -129,9 +129,9 @@ def batches_of(
     if isinstance(model, SSLMethod):
         reserved, relation_batch = model.reserved_images(batch_size), model.relation_batch
     return ClientData(
-        store,
-        torch.from_numpy(rows).to(store.index_device),
-        augment,
+        store=store,
+        index=torch.from_numpy(rows).to(store.index_device),
+        augment=augment,
         batch_size=batch_size - reserved,
         relation_size=reserved if relation_batch else 0,
         seed=seed,

@@ -51,11 +51,11 @@ def dirichlet(labels: np.ndarray, clients: int, beta: float, seed: int, min_size
         held = np.zeros(clients, dtype=np.int64)
         for row, shares in enumerate(rng.dirichlet(np.full(clients, min(beta, MAX_BETA)), size=len(sizes))):
             # Someone is always open: were all at num_images / clients, no image would be left.
-            counts[row] = _cut(int(sizes[row]), shares, held < len(labels) / clients, rng)
+            counts[row] = _cut(int(sizes[row]), shares, held < len(labels) / clients, rng=rng)
             held += counts[row]
         return counts
 
-    return _deal(class_of, clients, draw, min_size, rng)
+    return _deal(class_of, clients, draw, min_size=min_size, rng=rng)
 
 
 def quantity_skew(num_images: int, clients: int, beta: float, seed: int, min_size: int = 10) -> list[np.ndarray]:
@@ -69,9 +69,9 @@ def quantity_skew(num_images: int, clients: int, beta: float, seed: int, min_siz
 
     def draw() -> np.ndarray:
         shares = rng.dirichlet(np.full(clients, min(beta, MAX_BETA)))
-        return _cut(num_images, shares, np.ones(clients, dtype=bool), rng)[None]
+        return _cut(num_images, shares, np.ones(clients, dtype=bool), rng=rng)[None]
 
-    return _deal(np.zeros(num_images, dtype=np.int64), clients, draw, min_size, rng)
+    return _deal(np.zeros(num_images, dtype=np.int64), clients, draw, min_size=min_size, rng=rng)
 
 
 def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> list[np.ndarray]:
@@ -178,7 +178,7 @@ def _deal(
         if counts.sum(axis=0).min() >= wanted:
             break
     owner = _assign(class_of, counts, rng)
-    moved = _top_up(owner, clients, wanted, rng)
+    moved = _top_up(owner, clients, wanted, rng=rng)
     if moved:
         warnings.warn(
             f"in each of {MAX_TRIES} draws some clients had fewer than {wanted} images: moved {moved} random images to "

@@ -10,7 +10,6 @@ import numpy as np
 
 from fedx_pl.errors import require
 
-DATASETS: tuple[str, ...] = ("cifar10", "cifar100", "svhn", "fmnist", "imagenet10", "folder")
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
 
@@ -19,7 +18,7 @@ VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such
 ValueRange = tuple[float, float]  # of images with more than 8 bits per value: what becomes 0 and 255
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The config group ``data``."""
 
@@ -101,12 +100,15 @@ class Split:
         return Split(np.asarray(self.images[index]), labels, groups)
 
 
-@dataclass(frozen=True)
+Arrays = tuple[np.ndarray, np.ndarray | None]  # uint8 (N, H, W, C), and labels (N,) if there are any
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageData:
     """A dataset, decoded and verified.
 
     Attributes:
-        name: one of ``DATASETS``.
+        name: of a data set, or `ARRAYS`.
         train: what clients train on.
         test: labelled images never trained on; ``None`` when there is nothing to evaluate on.
         classes: names, by label.
@@ -152,6 +154,6 @@ def normalization(
     """
     means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
     for key, values in (("mean", means), ("std", stds)):
-        require(f"data.{key}", list(values), len(values) == channels, f"{channels} numbers, one per channel")
-    require("data.std", list(stds), all(value > 0 for value in stds), "positive numbers")
+        require(f"data.{key}", list(values), len(values) == channels, instead=f"{channels} numbers, one per channel")
+    require("data.std", list(stds), all(value > 0 for value in stds), instead="positive numbers")
     return means, stds

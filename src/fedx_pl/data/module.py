@@ -5,6 +5,7 @@ pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' image
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,12 @@ from torch.utils.data import Dataset
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
-from fedx_pl.data.images import ARRAYS, DataOptions, ImageData, Split, normalization
+from fedx_pl.data.images import ARRAYS, Arrays, DataOptions, ImageData, Split, normalization
 from fedx_pl.data.partition import Dirichlet, Given, Partition
-from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import require
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
-
-Arrays = tuple[np.ndarray, np.ndarray | None]  # uint8 (N, H, W, C), and labels (N,) if there are any
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -44,6 +42,7 @@ class FederatedDataModule(pl.LightningDataModule):
         limit: int = 0,
         resident_gb: float = 4.0,
         seed: int = 0,
+        loader: sources.Source | None = None,
         report: Callable[[str], None] = print,
     ) -> None:
         """Says which images; they are loaded by `setup`.
@@ -62,11 +61,13 @@ class FederatedDataModule(pl.LightningDataModule):
             limit: train on so many images, chosen by the seed; 0: on all.
             resident_gb: images up to this size stay on the training device.
             seed: of the split and of the limit.
+            loader: a function of your own that loads the images of `DataOptions`; it is given them and ``report``, and
+                returns (images, labels), two such pairs to train on and to evaluate on, or `ImageData`.
             report: takes a line for each thing worth knowing while images are loaded.
         """
         super().__init__()
-        require("batch_size", batch_size, batch_size >= 2, "batch_size=2 or more")
-        self.source, self.test, self.report = source, test, report
+        require("batch_size", batch_size, batch_size >= 2, instead="batch_size=2 or more")
+        self.source, self.test, self.report, self.loader = source, test, report, loader
         self.partition = partition or Dirichlet()
         self.batch_size, self.augment_options = batch_size, augment or AugmentOptions()
         self.mean, self.std = tuple(mean), tuple(std)
@@ -83,10 +84,58 @@ class FederatedDataModule(pl.LightningDataModule):
         self.augment = self._make_augment()
         self._ready = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: images that can be loaded again are left behind, test images too."""
+        state = vars(self) | {"report": _silent, "_stores": {}, "trainer": None, "test": None}
+        if isinstance(self.source, str | DataOptions):
+            for name in ("images", "clients", "augment"):
+                state.pop(name, None)
+            state["_ready"] = False
+        elif self._ready:
+            state["images"] = replace(self.images, test=None, whole_train=None)
+            state["source"] = state["images"]
+        return state
+
     @property
     def num_clients(self) -> int:
         """How many clients own the images."""
-        return len(self.clients)
+        return len(self.clients) or self.partition.clients
+
+    @property
+    def channels(self) -> int:
+        """Of an image."""
+        return self.images.train.images.shape[3]
+
+    @property
+    def image_size(self) -> int:
+        """The side of an image as the network sees it."""
+        return self.augment.options.size or self.images.train.images.shape[1]
+
+    @property
+    def options(self) -> DataOptions:
+        """Which images these are, in the words of the command line."""
+        if self.images.options is not None:
+            return self.images.options
+        return DataOptions(
+            name=ARRAYS,
+            image_size=self.images.train.images.shape[1],
+            grayscale=self.channels == 1,
+            mean=list(self.augment.mean),
+            std=list(self.augment.std),
+        )
+
+    def class_counts(self) -> tuple[np.ndarray, list[str]]:
+        """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
+        labels = self.images.train.labels
+        if labels is None:
+            return np.array([[len(rows)] for rows in self.clients]), ["images"]
+        names = [*self.images.classes, "unlabelled"]
+        counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients])
+        return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
+
+    def store_of(self, split: Split, device: torch.device) -> ImageStore:
+        """Images where training happens."""
+        return ImageStore(split.images, device, int(self.resident_gb * 1e9))
 
     def client(
         self, client: int, *, seed: int, round_number: int, model: SSLMethod, device: torch.device
@@ -100,7 +149,8 @@ class FederatedDataModule(pl.LightningDataModule):
             model: says whether it wants a relation batch.
             device: where it trains.
         """
-        return self._batches(self.clients[client], derive(seed, "data", round_number, client), model, device)
+        seed = derive(seed, "data", round_number, client)
+        return self.batches(self.clients[client], seed, model=model, device=device)
 
     def train_dataloader(self) -> LocalEpochs:
         """All clients' images together, for a plain `pl.Trainer`."""
@@ -109,11 +159,19 @@ class FederatedDataModule(pl.LightningDataModule):
         model = trainer.lightning_module if trainer else None
         device = trainer.strategy.root_device if trainer else torch.device("cpu")
         rows = np.sort(np.concatenate(self.clients))
-        return LocalEpochs(self._batches(rows, derive(self.seed, "pooled"), model, device))
+        return LocalEpochs(self.batches(rows, derive(self.seed, "pooled"), model=model, device=device))
 
-    def _batches(self, rows: np.ndarray, seed: int, model: object, device: torch.device) -> ClientData:
+    def batches(self, rows: np.ndarray, seed: int, *, model: object, device: torch.device) -> ClientData:
+        """Batches of some training images.
+
+        Args:
+            rows: (N,) of the training images.
+            seed: of their order and of their views.
+            model: says whether it wants a relation batch.
+            device: where it trains.
+        """
         if device not in self._stores:
-            self._stores[device] = ImageStore(self.images.train.images, device, int(self.resident_gb * 1e9))
+            self._stores[device] = self.store_of(self.images.train, device)
         store = self._stores[device]
         return batches_of(store, rows, self.augment, batch_size=self.batch_size, model=model, seed=seed)
 
@@ -123,15 +181,15 @@ class FederatedDataModule(pl.LightningDataModule):
             mean, std = STATISTICS.get(source, ((), ()))
             source = DataOptions(name=source, root=self.root, limit=self.limit, mean=list(mean), std=list(std))
         if isinstance(source, DataOptions):
-            return sources.load(source, seed=self.seed, report=self.report)
+            return sources.load(source, seed=self.seed, report=self.report, source=self.loader)
         if isinstance(source, ImageData):
             return source
         if isinstance(source, tuple):
-            return _of_arrays(source, self.test)
+            return sources.of_arrays(source, self.test)
         images, owners = _of_datasets(source)
         rows = tuple(tuple(np.flatnonzero(owners == client).tolist()) for client in range(len(source)))
         self.partition = Given(clients=len(source), rows=rows)
-        return _of_arrays(images, self.test)
+        return sources.of_arrays(images, self.test)
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape
@@ -140,16 +198,8 @@ class FederatedDataModule(pl.LightningDataModule):
         return Augment(self.augment_options.for_side(side), *statistics)
 
 
-def _of_arrays(train: Arrays, test: Arrays | None) -> ImageData:
-    images, labels = train
-    if images.dtype != np.uint8 or images.ndim != 4:
-        raise UserError(
-            f"the images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. images.transpose(0, 2, 3, 1)"
-        )
-    classes = tuple(str(number) for number in range(int(labels.max()) + 1)) if labels is not None else ()
-    held_out = None if test is None else Split(*test)
-    name = fingerprint_of(Split(images, labels), held_out)
-    return ImageData(ARRAYS, Split(images, labels), held_out, classes, (), "arrays", name)
+def _silent(line: str) -> None:
+    """Takes lines that nobody reads."""
 
 
 def _of_datasets(clients: "Sequence[Dataset[Any]]") -> tuple[Arrays, np.ndarray]:

@@ -52,7 +52,7 @@ class Dirichlet(Partition):
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs labels."""
         dealing.check_clients(self.clients, len(data.train.images))
-        return dealing.dirichlet(_labels(data, "dirichlet"), self.clients, self.beta, seed, self.min_size)
+        return dealing.dirichlet(_labels(data, "dirichlet"), self.clients, self.beta, seed=seed, min_size=self.min_size)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class QuantitySkew(Partition):
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs no labels."""
-        return dealing.quantity_skew(len(data.train.images), self.clients, self.beta, seed, self.min_size)
+        return dealing.quantity_skew(len(data.train.images), self.clients, self.beta, seed=seed, min_size=self.min_size)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ClassesPerClient(Partition):
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs labels."""
         dealing.check_clients(self.clients, len(data.train.images))
-        return dealing.classes_per_client(_labels(data, "classes"), self.clients, self.classes, seed)
+        return dealing.classes_per_client(_labels(data, "classes"), self.clients, self.classes, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,25 @@ class Given(Partition):
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Returns them."""
         return [np.array(rows, np.int64) for rows in self.rows]
+
+
+@dataclass(frozen=True)
+class Elsewhere(Partition):
+    """The images are at real sites, which keep to themselves what they own."""
+
+    def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
+        """Nothing is dealt here."""
+        return []
+
+
+# By their words on the command line.
+PARTITIONS: dict[str, type[Partition]] = {
+    "iid": IID,
+    "dirichlet": Dirichlet,
+    "classes": ClassesPerClient,
+    "quantity": QuantitySkew,
+    "folders": Folders,
+}
 
 
 def _labels(data: ImageData, kind: str) -> np.ndarray:

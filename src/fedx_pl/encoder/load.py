@@ -14,9 +14,8 @@ import yaml
 from torch import Tensor, nn
 
 from fedx_pl import backbones
-from fedx_pl.config.build import build_model
+from fedx_pl.config.build import brought, make_model
 from fedx_pl.config.compose import from_tree, load
-from fedx_pl.config.registry import find_method
 from fedx_pl.config.schema import Config
 from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
 from fedx_pl.data.sources import stored_channels, stored_side
@@ -96,14 +95,14 @@ class Encoder(nn.Module):
             if name.startswith("backbone.")
         }
         side, channels = _side(config), stored_channels(config.data)
-        backbone = _backbone(folder, config, channels, side, allow_code)
+        backbone = _backbone(folder, config, channels, side=side, allow_code=allow_code)
         try:
             backbone.load_state_dict(weights)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
         mean, std = normalization(config.data.mean, config.data.std, channels)
-        return cls(backbone, mean, std, side, value_range_of(folder)).eval()
+        return cls(backbone, mean, std, side=side, value_range=value_range_of(folder)).eval()
 
     def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.
@@ -119,7 +118,7 @@ class Encoder(nn.Module):
             raise UserError(f"{folder} is not a folder of images")
         files = list_files(folder, report)
         value_range = self.settle_range([(folder, files)], report)
-        decoded = decode(folder, files, self.side, self._options, report, value_range)
+        decoded = decode(folder, files, self.side, options=self._options, report=report, value_range=value_range)
         if not decoded.paths:
             raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
         return list(decoded.paths), self.embed(decoded.images)
@@ -132,7 +131,7 @@ class Encoder(nn.Module):
             report: takes lines about such images.
         """
         origin = "the range of all of them, since the encoder was trained without such images"
-        found = survey(parts, self._options, report, "the encoder's range" if self.value_range else origin)
+        found = survey(parts, self._options, report, origin="the encoder's range" if self.value_range else origin)
         self.value_range = self.value_range or found
         return found
 
@@ -179,8 +178,8 @@ def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code
             f"{folder} trained {record.backbone}, a backbone that its method brings; its code is run to make it: if "
             f"you trust it, add --allow-code (in Python, allow_code=True)"
         )
-    whole = load(folder / "config.yaml", trusted="*")
-    code = foreign_code.code_of(find_method(whole.method.name))
+    whole = load(folder / "config.yaml", trusted=["*"])
+    code = foreign_code.code_of(*brought(whole))
     if changed := foreign_code.differing(record.modules, code) if record else []:
         warnings.warn(
             f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights are put into the "
@@ -188,7 +187,7 @@ def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code
             stacklevel=3,
         )
     whole = replace(whole, fedca=replace(whole.fedca, enabled=False))  # It has no part in the backbone.
-    return build_model(whole, channels=channels, image_size=side).backbone
+    return make_model(whole, channels=channels, image_size=side).backbone
 
 
 def _side(config: Config) -> int:

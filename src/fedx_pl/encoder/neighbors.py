@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedx_pl.data.images import ValueRange
 from fedx_pl.data.sources.folder import list_files
-from fedx_pl.data.sources.worker import decode_file
+from fedx_pl.data.sources.image_files import decode_file
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
@@ -37,7 +37,7 @@ def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[t
     if encoder.value_range is None:
         encoder.settle_range([(folder, list_files(folder, print)), (query.parent, [query.name])])
     try:
-        pixels = decode_file(str(query), encoder.side, encoder.channels == 1, encoder.value_range or ())
+        pixels = decode_file(str(query), encoder.side, encoder.channels == 1, value_range=encoder.value_range or ())
     except Exception as error:  # Decoders fed with foreign bytes fail in any way they like.
         raise UserError(f"{query} cannot be read as an image ({error})") from error
     paths, features = encoder.embed_folder(folder)
@@ -62,7 +62,7 @@ def contact_sheet(
         found: as of `find`.
         value_range: of the encoder.
     """
-    cells = [_figure(query, str(query), value_range, "query")]
+    cells = [_figure(query, str(query), value_range, kind="query")]
     cells += [_figure(folder / path, f"{value:.3f} {path}", value_range) for path, value in found]
     page = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>neighbours of {html.escape(query.name)}</title>"

@@ -1,21 +1,26 @@
 """One client after the other, in this process."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
 
-from fedx_pl.engines.base import Engine, MemoryOf, Watcher, Work
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
 from fedx_pl.federation.round import RoundContext, Update
+
+if TYPE_CHECKING:
+    from fedx_pl.trainer import FederatedTrainer
 
 
 class SerialEngine(Engine):
     """The smallest engine."""
 
-    def __init__(self, plan: Work, watcher: Watcher) -> None:
-        super().__init__(plan, watcher)
-        self.trainer = plan.trainer(watcher.step)
+    def __init__(self, trainer: FederatedTrainer, options: EngineOptions | None = None) -> None:
+        super().__init__(trainer, options)
+        self.local = trainer.local_trainer()
 
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
         """Trains the clients in the order given."""
         for client in clients:
-            yield self.trainer.run(
-                context, client=client, data=self.plan.client_data(client, context.round), memory=memory_of(client)
-            )
+            data = self.trainer.client_data(client, context.round)
+            yield self.local.run(context, client=client, data=data, memory=memory_of(client))

@@ -2,8 +2,10 @@
 
 A worker (`worker.py`) is a process that loads images and model once and then trains whichever client it is sent. The
 global state goes into Ray's object store once per round. What a client remembers travels with it, so that any worker
-can take it next, and comes back with its update for the orchestrator to save.
+can take it next, and comes back with its update for the trainer to save.
 """
+
+from __future__ import annotations
 
 import os
 import signal
@@ -14,20 +16,23 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fedx_pl.engines.base import Engine, EngineOptions, Lost, MemoryOf, Watcher, Work
-from fedx_pl.engines.worker import EMPTY, Worker, pack, split_name
+from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
+from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
 from fedx_pl.errors import UserError, install_hint, require
-from fedx_pl.federation.round import RoundContext, Update
+from fedx_pl.federation.round import Lost, RoundContext, Update
 from fedx_pl.provenance import foreign_code
+
+if TYPE_CHECKING:
+    from fedx_pl.trainer import FederatedTrainer
 
 PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Seat:
     """A worker as the driver sees it. When it dies, another one takes the seat."""
 
@@ -41,29 +46,37 @@ class _Seat:
 class RayEngine(Engine):
     """Trains as many clients at a time as there are workers."""
 
-    def __init__(self, plan: Work, watcher: Watcher) -> None:
-        """Starts or finds Ray and asks for workers, which load images and model while the driver goes on."""
-        super().__init__(plan, watcher)
-        self.ray = ray = import_ray(local=not plan.engine.address)
+    def __init__(self, trainer: FederatedTrainer, options: EngineOptions | None = None) -> None:
+        """Starts or finds Ray and asks for workers, which load images and model while the driver goes on.
+
+        Args:
+            trainer: of the run.
+            options: how many workers, and where.
+        """
+        super().__init__(trainer, options)
+        options = self.options
+        self.ray = ray = import_ray(local=not options.address)
         self._seats: list[_Seat] = []
         self._ours = not ray.is_initialized()  # A script may have connected to a cluster of its own.
         try:
             with _undisturbed():
                 self.sizes = self._start()
-            self._split, self._code = split_name(plan), foreign_code.hash_of(type(plan.model))
+            self._split = split_name(trainer.datamodule)
+            self._code = foreign_code.hash_of(type(trainer.model))
+            self._work = ray.put(Workload.of(trainer, threads=self.sizes.threads, gpu=bool(self.sizes.gpus)).packed())
             self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> "Sizes":
-        ray, plan, address = self.ray, self.plan, self.plan.engine.address
+    def _start(self) -> Sizes:
+        ray, trainer, address = self.ray, self.trainer, self.options.address
         common = {"log_to_driver": False, "logging_level": "error"}
         if self._ours and not address:
             gpus = torch.cuda.device_count()
-            sizes = Sizes.of(plan, usable_cores(), gpus)
-            self.watcher.note(f"starting Ray ({sizes}), about 15 s")
-            tensors = sum(tensor.nbytes for tensor in plan.model.state_dict().values())
+            sizes = self._sizes(usable_cores(), gpus)
+            self.trainer.note(f"starting Ray ({sizes}), about 15 s")
+            tensors = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
             ray.init(
                 address="local", num_cpus=sizes.workers, num_gpus=gpus, include_dashboard=False,
                 object_store_memory=max(256 << 20, 4 * (sizes.workers + 2) * tensors),
@@ -80,17 +93,26 @@ class RayEngine(Engine):
             raise UserError(f"engine.address={address}: {error}\n{instead}") from error
         has = ray.cluster_resources()
         cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
-        sizes = Sizes.of(plan, cores, gpus)
+        sizes = self._sizes(cores, gpus)
         instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
-        require("engine.workers", sizes.workers, sizes.workers <= cores, instead)
-        self.watcher.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
+        require("engine.workers", sizes.workers, sizes.workers <= cores, instead=instead)
+        self.trainer.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
         return sizes
 
+    def _sizes(self, cores: int, gpus: int) -> Sizes:
+        trainer = self.trainer
+        return Sizes.of(
+            self.options,
+            clients=trainer.num_sampled,
+            cores=cores,
+            gpus=0 if trainer.accelerator == "cpu" else gpus,
+            threads=trainer.threads,
+        )
+
     def _seat(self, name: str, deaths: int = 0) -> _Seat:
-        make = self.plan.elsewhere(threads=self.sizes.threads, gpu=bool(self.sizes.gpus))
         own = [path for path in map(os.path.abspath, sys.path) if not path.startswith((sys.prefix, sys.base_prefix))]
         actor = self.new_actor()
-        return _Seat(name, actor, actor.start.remote(make, os.getcwd(), own), deaths=deaths)
+        return _Seat(name=name, actor=actor, ready=actor.start.remote(self._work, os.getcwd(), own), deaths=deaths)
 
     def new_actor(self) -> Any:
         """Asks Ray for a process; it comes when there is room."""
@@ -99,17 +121,17 @@ class RayEngine(Engine):
 
     def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
         """Trains the largest client first: begun last, it would keep everyone waiting."""
-        ray, errors, retries = self.ray, self.ray.exceptions, self.plan.engine.retries
+        ray, errors, retries = self.ray, self.ray.exceptions, self.options.retries
         state = ray.put(pack(context.global_state.tensors()))
         context = replace(context, global_state=EMPTY)
-        waiting = deque(sorted(clients, key=lambda client: (-len(self.plan.clients[client]), client)))
+        waiting = deque(sorted(clients, key=lambda client: (-len(self.trainer.datamodule.clients[client]), client)))
         tries, idle = Counter[int](), deque[_Seat]()
         jobs: dict[Any, tuple[_Seat, int | None]] = {seat.ready: (seat, None) for seat in self._seats}
 
         def send() -> None:
             while waiting and idle:
                 seat, client = idle.popleft(), waiting.popleft()
-                self.watcher.working(seat.name, client)
+                self.trainer.working(seat.name, client)
                 memory = memory_of(client)
                 counters, kept = (memory.without_tensors(), pack(memory.tensors())) if memory else (None, {})
                 job = seat.actor.train.remote(context, state, client, counters, kept)
@@ -120,10 +142,10 @@ class RayEngine(Engine):
             done, _ = ray.wait(list(jobs), timeout=PATIENCE_SECONDS)
             if not done:
                 if all(client is None for _, client in jobs.values()):
-                    self.watcher.note("still no worker is ready; `ray status` tells whether others hold the cluster")
+                    self.trainer.note("still no worker is ready; `ray status` tells whether others hold the cluster")
                 continue
             seat, client = jobs.pop(done[0])
-            self.watcher.working(seat.name, None)
+            self.trainer.working(seat.name, None)
             try:
                 reply = ray.get(done[0])
             except errors.RayTaskError as error:  # The worker is well; our code or the user's raised this.
@@ -136,7 +158,7 @@ class RayEngine(Engine):
                 if client is not None:
                     tries[client] += 1
                     if tries[client] <= retries:
-                        self.watcher.note(f"{seat.name} died with client {client} ({seat.process}); trying again")
+                        self.trainer.note(f"{seat.name} died with client {client} ({seat.process}); trying again")
                         waiting.appendleft(client)
                     else:
                         yield Lost(client, f"{seat.name} died with it ({seat.process})")
@@ -146,8 +168,8 @@ class RayEngine(Engine):
                 self._check(seat, *reply)
                 continue
             send()  # Before the update is folded in: the worker need not wait for that.
-            self.watcher.step(len(reply.update.losses))
-            yield reply.unpacked(self.plan.device)
+            self.trainer.step(len(reply.update.losses))
+            yield reply.unpacked(self.trainer.device)
 
     def _check(self, seat: _Seat, split: str, code: str, process: str) -> None:
         seat.process, seat.deaths = process, 0
@@ -158,7 +180,7 @@ class RayEngine(Engine):
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
-                f"{seat.name} ({process}) has other code of {type(self.plan.model).__name__} than this process; "
+                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} than this process; "
                 f"give all machines the same files, and do not edit them while a run trains"
             )
 
@@ -166,7 +188,7 @@ class RayEngine(Engine):
         with suppress(Exception):
             self.ray.kill(seat.actor)  # It may just be out of reach.
         deaths = seat.deaths + starting
-        if deaths > self.plan.engine.retries:
+        if deaths > self.options.retries:
             raise UserError(f"{seat.name} died {deaths} times before it was ready. Ray says: {error}")
         new = self._seats[self._seats.index(seat)] = self._seat(seat.name, deaths)
         return new
@@ -188,24 +210,25 @@ class Sizes(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, plan: Work, cores: int, gpus: int) -> "Sizes":
+    def of(cls, options: EngineOptions, *, clients: int, cores: int, gpus: int, threads: int = 0) -> Sizes:
         """Fills the gaps in the options.
 
         Args:
-            plan: what is wanted; more workers than clients of a round would be idle.
+            options: what is wanted.
+            clients: of a round; more workers would be idle.
             cores: that Ray may use, on all machines.
             gpus: likewise.
+            threads: of a worker; 0: the cores are shared out.
         """
-        options: EngineOptions = plan.engine
         share = options.gpus_per_worker
         if share < 0:
-            share = 1.0 if gpus and not plan.on_cpu else 0.0
+            share = 1.0 if gpus else 0.0
         # Several workers may share a GPU, but no worker gets the rests of two.
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
-        workers = min(options.workers or max(room, 1), plan.clients_per_round)
+        workers = min(options.workers or max(room, 1), clients)
         enough = f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
-        require("engine.gpus_per_worker", share, not share or workers <= room, enough)
-        return cls(workers, share, plan.threads or max(1, cores // workers))
+        require("engine.gpus_per_worker", share, not share or workers <= room, instead=enough)
+        return cls(workers, share, threads or max(1, cores // workers))
 
     def __str__(self) -> str:
         threads = f"{self.threads} CPU thread{'s' if self.threads > 1 else ''}"

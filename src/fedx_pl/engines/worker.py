@@ -1,22 +1,30 @@
 """What runs in a worker's process, and how states travel to it and back."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fedx_pl.engines.base import Work
+from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.errors import UserError
+from fedx_pl.federation.allocator import keep_freed_memory
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.device import resolve_device
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.methods.base import State
+from fedx_pl.methods.base import SSLMethod, State
 from fedx_pl.provenance import foreign_code
+
+if TYPE_CHECKING:
+    from fedx_pl.trainer import FederatedTrainer
 
 CPU = torch.device("cpu")
 
@@ -25,6 +33,38 @@ Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
 
 
 EMPTY = GlobalState(weights={})
+
+
+class Workload(NamedTuple):
+    """What a worker trains with."""
+
+    model: SSLMethod
+    data: FederatedDataModule
+    settings: dict[str, Any]  # of its `LocalTrainer`
+    threads: int
+    gpu: bool
+
+    @classmethod
+    def of(cls, trainer: FederatedTrainer, *, threads: int, gpu: bool) -> Workload:
+        """The trainer's own model and images."""
+        return cls(trainer.model, trainer.datamodule, trainer.local_settings(), threads=threads, gpu=gpu)
+
+    def packed(self) -> bytes:
+        """Bytes for another process. Classes of a notebook travel in them, those of modules are imported there."""
+        from ray import cloudpickle
+
+        where = self.model.device
+        try:
+            return cloudpickle.dumps(self._replace(model=self.model.cpu()))
+        finally:
+            self.model.to(where)
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> Workload:
+        """The inverse of `packed`."""
+        from ray import cloudpickle
+
+        return cloudpickle.loads(content)
 
 
 class Answer(NamedTuple):
@@ -43,13 +83,11 @@ class Answer(NamedTuple):
 class Worker:
     """What runs in a worker's process."""
 
-    def start(
-        self, make: Callable[[Callable[[str], None]], Work], folder: str, paths: Sequence[str]
-    ) -> tuple[str, str, str]:
+    def start(self, work: bytes, folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
         """Loads images and model.
 
         Args:
-            make: of `Work.elsewhere`.
+            work: of `Workload.packed`.
             folder: that relative paths in it start from, if this machine has it.
             paths: where the driver finds modules, such as the user's own method.
 
@@ -61,13 +99,21 @@ class Worker:
             os.chdir(folder)
         machine, said = socket.gethostname(), list[str]()
         try:
-            plan = make(said.append)
+            self.work = Workload.unpacked(work)  # Not before: it may need modules of those paths.
+            self.work.data.report = said.append
+            self.work.data.setup()
+        except ImportError as error:
+            raise UserError(f"on {machine}: {error}; install there what the run needs") from error
         except UserError as error:
             raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
-        self.plan = plan
-        self.trainer = self.plan.trainer(lambda: None)
-        code = foreign_code.hash_of(type(plan.model))
-        return split_name(plan), code, f"process {os.getpid()} on {machine}"
+        if self.work.threads:
+            torch.set_num_threads(self.work.threads)
+        self.device = resolve_device("cuda" if self.work.gpu else "cpu")
+        if not self.work.gpu:
+            keep_freed_memory()
+        self.trainer = LocalTrainer(self.work.model, device=self.device, **self.work.settings)
+        code = foreign_code.hash_of(type(self.work.model))
+        return split_name(self.work.data), code, f"process {os.getpid()} on {machine}"
 
     def train(
         self, context: RoundContext, state: Packed, client: int, counters: ClientMemory | None, kept: Packed
@@ -81,11 +127,12 @@ class Worker:
             counters: its memory without tensors; None for a client that has none.
             kept: the tensors of its memory.
         """
-        context = replace(context, global_state=GlobalState.from_tensors(unpack(state, self.plan.device)))
+        context = replace(context, global_state=GlobalState.from_tensors(unpack(state, self.device)))
         memory = counters and with_tensors(counters, unpack(kept))
-        update = self.trainer.run(
-            context, client=client, data=self.plan.client_data(client, context.round), memory=memory
+        data = self.work.data.client(
+            client, seed=context.seed, round_number=context.round, model=self.work.model, device=self.device
         )
+        update = self.trainer.run(context, client=client, data=data, memory=memory)
         return Answer(
             update=replace(update, state=EMPTY, memory=update.memory.without_tensors()),
             state=pack(update.state.tensors()),
@@ -93,10 +140,10 @@ class Worker:
         )
 
 
-def split_name(plan: Work) -> str:
-    """Two plans with the same name train on the same images, split in the same way."""
-    digest = hashlib.sha256(plan.data.fingerprint.encode())
-    for rows in plan.clients:
+def split_name(data: FederatedDataModule) -> str:
+    """Two with the same name hold the same images, split in the same way."""
+    digest = hashlib.sha256(data.images.fingerprint.encode())
+    for rows in data.clients:
         digest.update(np.array([len(rows), *rows], np.int64).tobytes())
     return digest.hexdigest()
 

@@ -25,10 +25,7 @@ _UNLABELLED = 10_000  # Without labels, the health is that of so many training i
 _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that would be a false alarm.
 
 
-KINDS = ("linear", "knn", "semi", "geometry")  # what `fedx-pl evaluate` measures
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
     """How often and how the encoder is measured."""
 
@@ -49,9 +46,11 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         known = self.labels in ("all", "limit")
-        require("evaluation.labels", self.labels, known, "evaluation.labels=all or limit")
+        require("evaluation.labels", self.labels, known, instead="evaluation.labels=all or limit")
         for name in ("knn_every", "knn_k", "linear_every", "geometry_clients"):
-            require(f"evaluation.{name}", value := getattr(self, name), value >= 1, f"evaluation.{name}=1 or more")
+            require(
+                f"evaluation.{name}", value := getattr(self, name), value >= 1, instead=f"evaluation.{name}=1 or more"
+            )
 
 
 class Evaluator:
@@ -160,7 +159,7 @@ class Evaluator:
         labels = torch.zeros(len(features), dtype=torch.long, device=features.device)
         options = replace(self.options.linear, epochs=5)
         started = time.perf_counter()
-        linear_probe(features, labels, features, labels, classes=len(self.data.classes), options=options, seed=0)
+        linear_probe(features, labels, features, test_y=labels, classes=len(self.data.classes), options=options, seed=0)
         per_row = (time.perf_counter() - started) / (5 * len(features))
         probes = 2 + left // self.options.linear_every
         passes = max(probes, looks)

@@ -25,7 +25,7 @@ from fedx_pl.evaluation.scores import Scores, score
 from fedx_pl.seeding import derive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SemiOptions:
     """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
 
@@ -39,11 +39,13 @@ class SemiOptions:
 
     def __post_init__(self) -> None:
         possible = len(self.fractions) > 0 and all(0 < fraction <= 1 for fraction in self.fractions)
-        require("evaluation.semi.fractions", self.fractions, possible, "evaluation.semi.fractions=[0.01,0.1]")
+        require("evaluation.semi.fractions", self.fractions, possible, instead="evaluation.semi.fractions=[0.01,0.1]")
         for name in ("epochs", "batch_size"):
-            require(f"evaluation.semi.{name}", value := getattr(self, name), value >= 1, "1 or more")
-        require("evaluation.semi.lr", self.lr, 0 < self.lr < math.inf, "evaluation.semi.lr=0.001")
-        require("evaluation.semi.momentum", self.momentum, 0 <= self.momentum < 1, "evaluation.semi.momentum=0.9")
+            require(f"evaluation.semi.{name}", value := getattr(self, name), value >= 1, instead="1 or more")
+        require("evaluation.semi.lr", self.lr, 0 < self.lr < math.inf, instead="evaluation.semi.lr=0.001")
+        require(
+            "evaluation.semi.momentum", self.momentum, 0 <= self.momentum < 1, instead="evaluation.semi.momentum=0.9"
+        )
 
     def steps(self, images: int) -> int:
         """Optimiser steps on so many labelled images."""

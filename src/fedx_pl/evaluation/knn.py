@@ -65,7 +65,7 @@ def knn_scores(
     Returns:
         Scores of nan, with a warning, if a set holds no labels or non-finite features.
     """
-    data = measurable(train_x, train_y, test_x, test_y, classes)
+    data = measurable(train_x, train_y, test_x, test_y=test_y, classes=classes)
     if data is None:
         return Scores()
     train_x, train_y, test_x, test_y = data

@@ -25,7 +25,7 @@ _SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few eno
 _SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a second thread does not pay
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LinearOptions:
     """How the linear probe is trained; the defaults are those of the FedX authors."""
 
@@ -39,12 +39,17 @@ class LinearOptions:
 
     def __post_init__(self) -> None:
         known = self.preset in ("fedx", "fedema")
-        require("evaluation.linear.preset", self.preset, known, "evaluation.linear.preset=fedx or fedema")
+        require("evaluation.linear.preset", self.preset, known, instead="evaluation.linear.preset=fedx or fedema")
         for name in ("epochs", "batch_size"):
-            require(f"evaluation.linear.{name}", value := getattr(self, name), value >= 1, "1 or more")
-        require("evaluation.linear.lr", self.lr, 0 < self.lr < math.inf, "evaluation.linear.lr=0.001")
+            require(f"evaluation.linear.{name}", value := getattr(self, name), value >= 1, instead="1 or more")
+        require("evaluation.linear.lr", self.lr, 0 < self.lr < math.inf, instead="evaluation.linear.lr=0.001")
         decay = self.weight_decay
-        require("evaluation.linear.weight_decay", decay, 0 <= decay < math.inf, "evaluation.linear.weight_decay=1e-6")
+        require(
+            "evaluation.linear.weight_decay",
+            decay,
+            0 <= decay < math.inf,
+            instead="evaluation.linear.weight_decay=1e-6",
+        )
 
 
 # What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has a batch size of 512
@@ -52,7 +57,7 @@ class LinearOptions:
 # every epoch is.
 PRESETS = {
     "fedx": LinearOptions(),
-    "fedema": LinearOptions("fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048),
+    "fedema": LinearOptions(preset="fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048),
 }
 
 
@@ -80,7 +85,7 @@ def linear_probe(
     Returns:
         What it gets right. Non-finite features and sets without labels give nan and a warning.
     """
-    data = measurable(train_x, train_y, test_x, test_y, classes)
+    data = measurable(train_x, train_y, test_x, test_y=test_y, classes=classes)
     if data is None:
         return Scores()
     train_x, train_y, test_x, test_y = data
@@ -91,7 +96,7 @@ def linear_probe(
     weight = torch.empty(classes, width + 1).uniform_(-bound, bound, generator=generator).to(train_x.device)
     orders = (torch.randperm(count, generator=generator).to(train_x.device) for _ in range(options.epochs))
     with _threads(1 if options.batch_size * weight.numel() < _SMALL_STEP else torch.get_num_threads()):
-        fit(weight, train_x, train_y, orders, options)
+        fit(weight, train_x, train_y, orders=orders, options=options)
 
     logits = torch.addmm(weight[:, -1], test_x, weight[:, :-1].T)
     if not torch.isfinite(logits).all():  # finite features may still overflow

@@ -26,7 +26,7 @@ import yaml
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError, known_names
-from fedx_pl.evaluation.evaluate import KINDS
+from fedx_pl.evaluation import EVALUATIONS
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
 Labels = tuple[str, ...]
@@ -34,7 +34,7 @@ HERE = Path("experiments")  # in a checkout, or of the user's own
 PACKAGED = Path(__file__).parent / "definitions"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure."""
 
@@ -66,7 +66,7 @@ class Experiment:
             more: overrides that say where and how to run, such as ``run.threads=1``.
         """
         words = [*self.base, *self._of_axes(cell)]
-        for name, needed in self.needed(cell, profile, seed, more).items():
+        for name, needed in self.needed(cell, profile, seed, more=more).items():
             words = [word.replace(f"=@{name}", f"={compose(needed).run_folder}") for word in words]
         return [f"profile={profile}", f"seed={seed}", *words, *more]
 
@@ -115,7 +115,7 @@ def load_experiment(path: Path) -> Experiment:
         raise UserError(f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}")
     axes = {axis: {str(k): _words(v) for k, v in labels.items()} for axis, labels in content.pop("axes").items()}
     needs = {name: _words(words) for name, words in content.pop("needs", {}).items()}
-    experiment = Experiment(path.stem, axes=axes, base=_words(content.pop("base", [])), needs=needs, **content)
+    experiment = Experiment(name=path.stem, axes=axes, base=_words(content.pop("base", [])), needs=needs, **content)
     _check(experiment, path)
     return experiment
 
@@ -167,10 +167,10 @@ def _check(experiment: Experiment, path: Path) -> None:
             raise UserError(f"{path}: label {label!r} has a comma, where --only would end it; write it without")
     for word in experiment.show:
         require("show:", word, SHOWN)
-        if word in KINDS:
+        if word in EVALUATIONS:
             require("show: needs evaluate:", word, experiment.evaluate)
     for word in experiment.evaluate:
-        require("evaluate:", word, KINDS)
+        require("evaluate:", word, EVALUATIONS)
     for word in itertools.chain(*(words for labels in experiment.axes.values() for words in labels.values())):
         if "=@" in word:
             require(f"{word}:", word.partition("=@")[2], experiment.needs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
-from fedx_pl.experiments.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Table
+from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inline, Paragraph, Table
 from fedx_pl.experiments.results import Runs, configured, settings
 from fedx_pl.experiments.tables import Paper
 from fedx_pl.mixins import MIXINS
@@ -65,15 +65,15 @@ def _configurations(used: Sequence[Runs], paper: Paper) -> list[_Compared]:
         in_paper = set(experiment.cells("paper")) if experiment.paper else set()
         for cell, results in runs.found.items():
             seed = min(results)
-            here = configured(experiment, cell, runs.profile, seed)
+            here = configured(experiment, cell, runs.profile, seed=seed)
             if here.hash in found:
                 continue
             if cell not in in_paper:
                 there = _usual(here)
             elif cell[-1] == experiment.baseline and paper.has(runs) and paper.numbers(runs, cell) is None:
-                there = configured(experiment, cell[:-1], "paper", seed)  # A baseline of our own.
+                there = configured(experiment, cell[:-1], "paper", seed=seed)  # A baseline of our own.
             else:
-                there = configured(experiment, cell, "paper", seed)
+                there = configured(experiment, cell, "paper", seed=seed)
             found[here.hash] = _Compared(settings(here), settings(there), experiment.name)
     return list(found.values())
 
@@ -147,7 +147,7 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
     inside = guide.exists() and out.resolve().is_relative_to(definitions.resolve().parent)
     place: Inline = Code("docs/faithfulness.md")
     if inside:
-        place = Link("docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix())
+        place = Anchor("docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix())
     remarks.append(["What is the paper's, what its released code's and what ours, point by point: ", place, "."])
     return remarks
 

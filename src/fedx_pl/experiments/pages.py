@@ -8,7 +8,7 @@ import html
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from matplotlib.figure import Figure
 
@@ -30,14 +30,14 @@ class Strong:
 
 
 @dataclass(frozen=True)
-class Link:
+class Anchor:
     """To another place; ``#anchor`` is a heading of this page."""
 
     text: str
     target: str
 
 
-Inline = str | Code | Strong | Link
+Inline = str | Code | Strong | Anchor
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Table:
 
     head: Sequence[str]
     rows: Sequence[Sequence[Inline]]
+    _: KW_ONLY
     labels: int = 1
     fold: str = ""
 
@@ -136,7 +137,7 @@ def _markdown_part(part: Inline) -> str:
             return f"`` {text} ``" if "`" in text else f"`{text}`"
         case Strong(text):
             return f"**{_markdown_text(text)}**"
-        case Link(text, target):
+        case Anchor(text, target):
             return f"[{_markdown_text(text)}]({target})"
     return _markdown_text(part)
 
@@ -241,6 +242,6 @@ def _html_part(part: Inline) -> str:
             return f"<code>{html.escape(text)}</code>"
         case Strong(text):
             return f"<strong>{html.escape(text)}</strong>"
-        case Link(text, target):
+        case Anchor(text, target):
             return f'<a href="{html.escape(target)}">{html.escape(text)}</a>'
     return html.escape(part)

@@ -7,7 +7,7 @@ from fedx_pl.experiments import comparison, pages, tables
 from fedx_pl.experiments.definition import load_experiments
 from fedx_pl.experiments.differences import difference_blocks
 from fedx_pl.experiments.figures import curves_figure
-from fedx_pl.experiments.pages import Block, Bullets, Code, Heading, Inline, Link, Paragraph, Picture, Strong, Table
+from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inline, Paragraph, Picture, Strong, Table
 from fedx_pl.experiments.results import KNN, Result, Runs, match, read_results
 from fedx_pl.experiments.tables import GEOMETRY, Paper
 from fedx_pl.files import write_atomically
@@ -55,8 +55,8 @@ def write_report(
         text = "Of these nothing was run, or only what stands in the tables above: "
         blocks += [Heading("Not begun"), Paragraph([f"{text}{'; '.join(_named_experiment(one) for one in begun)}."])]
     if used:
-        blocks += difference_blocks(used, paper, definitions, out)
-    blocks += _what_ran(found, used, problems, outdated)
+        blocks += difference_blocks(used, paper, definitions, out=out)
+    blocks += _what_ran(found, used, problems, outdated=outdated)
 
     written = {out / pages.FIGURES / f"{one.name}.png": one.png for one in blocks if isinstance(one, Picture)}
     written[out / "report.md"] = pages.to_markdown(blocks).encode()
@@ -102,7 +102,7 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
     if profile != "paper":
         yield Paragraph([
             Strong("This is not the paper's scale."), " Its numbers stand beside ours to compare differences, not "
-            "levels; ", Link("what differs", "#differences"), " is listed below.",
+            "levels; ", Anchor("what differs", "#differences"), " is listed below.",
         ])  # fmt: skip
     if any(result.few_labels for result in runs):
         yield Paragraph([
@@ -110,14 +110,14 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
             "images that were trained on (", Code("evaluation.labels=limit"), "). The released code, and this package "
             "today, use those of all training images, which gives higher numbers.",
         ])  # fmt: skip
-    yield Bullets([[Link(one.experiment.title, f"#{one.experiment.name}")] for one in used])
+    yield Bullets([[Anchor(one.experiment.title, f"#{one.experiment.name}")] for one in used])
     main = next((one for one in used if one.experiment.name == MAIN and one.experiment.baseline), None)
     if main is not None:
         label = main.variants[-1]
         rows, reference = _accuracy_gains(main, paper)
         if rows := [row for row in rows if row.label == label]:
             title = f"{label} against {main.experiment.baseline}, last round"
-            yield from tables.gain_blocks(title, main, rows, reference)
+            yield from tables.gain_blocks(title, main, rows, reference=reference)
     yield Heading("How to read the numbers", level=3)
     yield Paragraph([comparison.rule()])
 
@@ -153,7 +153,9 @@ def _table(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield tables.knn_table(runs)
     if runs.experiment.baseline:
         rows, reference = tables.gains(runs, {"kNN": lambda result: result.last(KNN)}, lambda *_: None)
-        yield from tables.gain_blocks(f"{_differences(runs)} by kNN, last round", runs, rows, reference, fold=True)
+        yield from tables.gain_blocks(
+            f"{_differences(runs)} by kNN, last round", runs, rows, reference=reference, fold=True
+        )
 
 
 def _accuracy_gains(runs: Runs, paper: Paper) -> tuple[list[tables.Gain], str]:
@@ -212,12 +214,14 @@ def _semi(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield from _scale_note(runs, paper)
     if runs.experiment.baseline:
         measures = tables.semi_measures(runs)
-        rows, reference = tables.gains(runs, measures, lambda cell, share: tables.semi_paper(paper, runs, cell, share))
-        yield from tables.gain_blocks(_differences(runs), runs, rows, reference, shares)
+        rows, reference = tables.gains(
+            runs, measures, lambda cell, share: tables.semi_paper(paper, runs, cell, share=share)
+        )
+        yield from tables.gain_blocks(_differences(runs), runs, rows, reference=reference, names=shares)
 
 
 def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
-    from fedx_pl.experiments.geometry_plots import geometry_figure
+    from fedx_pl.evaluation.geometry_plots import geometry_figure
 
     found = {
         (cell, seed): dict(result.evaluations["geometry"])
@@ -244,7 +248,7 @@ def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
     if runs.experiment.baseline:
         measures = {key: measure for key, measure in tables.geometry_measures().items() if key.endswith("_mean")}
         rows, reference = tables.gains(runs, measures, lambda cell, key: (paper.numbers(runs, cell) or {}).get(key))
-        yield from tables.gain_blocks(_differences(runs), runs, rows, reference, GEOMETRY)
+        yield from tables.gain_blocks(_differences(runs), runs, rows, reference=reference, names=GEOMETRY)
 
 
 def _not_evaluated(kind: str) -> Paragraph:

@@ -9,11 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fedx_pl.config.build import brought
 from fedx_pl.config.compose import compose, former_labels
-from fedx_pl.config.registry import find_method
-from fedx_pl.config.schema import Config, flat
+from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
+from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
+from fedx_pl.federation.identity import flat
 from fedx_pl.provenance import foreign_code
 
 FORMAT = 1
@@ -21,7 +23,7 @@ LINEAR, KNN = "linear_top1", "knn_top1"
 LABELS = "evaluation.labels"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One finished run, as the sweep wrote it."""
 
@@ -163,7 +165,7 @@ def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list
         ignored = [*ignored, LABELS]  # All labels, whichever way it is said.
     differing = [key for key in now if key in then and key not in ignored and now[key] != then[key]]
     found = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
-    if result.code and result.code != (code := foreign_code.hash_of(find_method(config.method.name))):
+    if result.code and result.code != (code := foreign_code.hash_of(*brought(config))):
         found.append(f"the code of method={config.method.name} was {result.code}, is {code or 'the package'}")
     return found
 
@@ -186,7 +188,7 @@ def _composed(overrides: tuple[str, ...]) -> Config:
     return compose(overrides)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Runs:
     """The results of one experiment."""
 
@@ -232,12 +234,12 @@ def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str,
     profile = results[0].profile
     by_hash = {result.hash: result for result in results}
     seeds = sorted({result.seed for result in results})
-    runs = Runs(experiment, profile, list(experiment.cells(profile)))
+    runs = Runs(experiment=experiment, profile=profile, cells=list(experiment.cells(profile)))
     # Results measured with few labels may be reported, but never in one table with others.
     ignored = [LABELS] if all(result.few_labels for result in results) else []
     for cell in runs.cells:
         for seed in seeds:
-            config = configured(experiment, cell, profile, seed)
+            config = configured(experiment, cell, profile, seed=seed)
             result = by_hash.get(config.hash)
             if result is None or any(name not in result.evaluations for name in experiment.evaluate):
                 continue
@@ -250,13 +252,7 @@ def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str,
 
 def evaluation_settings(kind: str, config: Config) -> dict[str, Any]:
     """What a measurement depends on, beside the weights."""
-    options = config.evaluation
-    return {
-        "linear": {"labels": options.labels, **dataclasses.asdict(options.linear)},
-        "knn": {"labels": options.labels, "k": options.knn_k},
-        "semi": {"labels": options.labels, **dataclasses.asdict(options.semi)},
-        "geometry": {"clients": options.geometry_clients, "epochs": config.federation.epochs},
-    }[kind]
+    return EVALUATIONS[kind](config.evaluation).settings(config.federation.epochs)
 
 
 def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ needs; its run folder stays where it is. A run that was cut off goes on from its
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -25,11 +26,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from fedx_pl.callbacks.progress import QUIET_SECONDS, duration, is_live
-from fedx_pl.config.compose import compose, load
-from fedx_pl.config.registry import find_method
+from fedx_pl.config.build import brought
+from fedx_pl.config.compose import code_words, compose, load
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
-from fedx_pl.evaluation.evaluate import KINDS
+from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
 from fedx_pl.files import is_locked, write_atomically
@@ -38,7 +39,7 @@ from fedx_pl.provenance import foreign_code
 _START = "# commit "  # Begins the line that a log has for each process of a run.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Job:
     """One run of a sweep."""
 
@@ -95,12 +96,12 @@ class Job:
         """
         if not (self.folder / "encoder.safetensors").exists() or self.rounds_done() < self.config.federation.rounds:
             return False
-        before = load(self.folder / "config.yaml", trusted=self.config.method.name)
+        before = load(self.folder / "config.yaml", trusted=code_words(dataclasses.asdict(self.config)))
         return before.content() == self.config.content() and self.trained_code() == self.code()
 
     def code(self) -> str:
         """The hash of the method's code as it is now; empty for a method of this package."""
-        return foreign_code.hash_of(find_method(self.config.method.name))
+        return foreign_code.hash_of(*brought(self.config))
 
     def trained_code(self) -> str:
         """The hash of the code that the run folder was trained with."""
@@ -138,7 +139,7 @@ def plan_jobs(
 
     def add(overrides: list[str], evaluate: Sequence[str], needs: list[str], label: str) -> str:
         config = compose(overrides)
-        job = found.setdefault(config.hash, Job(overrides, config, [], label))
+        job = found.setdefault(config.hash, Job(overrides=overrides, config=config, evaluate=[], label=label))
         job.evaluate += [kind for kind in evaluate if kind not in job.evaluate]
         job.needs += needs
         return config.hash
@@ -149,17 +150,17 @@ def plan_jobs(
                 labels = zip(experiment.axes, cell, strict=True)
                 if any(label not in (only or {}).get(axis, [label]) for axis, label in labels):
                     continue
-                needed = experiment.needed(cell, profile, seed, more).values()
+                needed = experiment.needed(cell, profile, seed, more=more).values()
                 label = " / ".join(cell)
-                needs = [add(overrides, [], [], f"what {label} builds on") for overrides in needed]
-                add(experiment.overrides(cell, profile, seed, more), experiment.evaluate, needs, label)
+                needs = [add(overrides, [], [], label=f"what {label} builds on") for overrides in needed]
+                add(experiment.overrides(cell, profile, seed, more=more), experiment.evaluate, needs, label=label)
     return list(found.values())
 
 
 def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
     metrics = json.loads((job.folder / "metrics.json").read_text())
-    found = {kind: read_evaluation(job.folder, kind, job.config) for kind in KINDS}
+    found = {kind: read_evaluation(job.folder, kind, job.config) for kind in EVALUATIONS}
     evaluations = {kind: _without_details(results) for kind, results in found.items() if results is not None}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,

@@ -131,7 +131,7 @@ def semi_table(runs: Runs, paper: Paper) -> Table:
         found = []
         for share, measure in measures.items():
             found.append(_over_seeds(runs, cell, measure))
-            found += [_decimal_or_none(semi_paper(paper, runs, cell, share))] * known
+            found += [_decimal_or_none(semi_paper(paper, runs, cell, share=share))] * known
         return found
 
     heads = [head for share in semi_shares(runs).values() for head in (share, *["the paper's"] * known)]
@@ -166,7 +166,7 @@ def geometry_table(runs: Runs, paper: Paper) -> Table:
     return _grid(runs, [*heads[:2], *["the paper's (°)"] * known, *heads[2:]], fields)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gain:
     """What one label of the last axis has more than the baseline, within one group and for one measure."""
 
@@ -206,7 +206,9 @@ def gains(
                 if own and base:
                     more, less = (printed((*group, word), name) for word in (label, reference))
                     paper = None if more is None or less is None or label == reference else more - less
-                    found.append(Gain(group, label, name, paired(own, base), paper))
+                    found.append(
+                        Gain(group=group, label=label, measure=name, differences=paired(own, base), paper=paper)
+                    )
     return found, reference
 
 
@@ -280,7 +282,7 @@ def _grid(runs: Runs, heads: Sequence[str], fields: Callable[[Labels], list[str]
         rows.setdefault(cell[:place] + cell[place + 1 :], []).extend(fields(cell)[: len(heads)])
     names = [axis for axis in axes if axis != spread_axis]
     head = [f"{label}: {text}" for label in wide for text in heads] if wide else list(heads)
-    return Table([*names, *head], [[*labels, *values] for labels, values in rows.items()], len(names), fold)
+    return Table([*names, *head], [[*labels, *values] for labels, values in rows.items()], labels=len(names), fold=fold)
 
 
 def _over_seeds(runs: Runs, cell: Labels, measure: Measure) -> str:

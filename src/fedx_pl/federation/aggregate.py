@@ -22,7 +22,7 @@ class BadUpdate(Exception):
     """A client's update that must not be averaged; the message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AggregateOptions:
     """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
 
@@ -41,15 +41,17 @@ class AggregateOptions:
     )
 
     def __post_init__(self) -> None:
-        known = self.rule in ("mean", "clip", "median", "trimmed", "krum")
-        require("aggregate.rule", self.rule, known, "aggregate=mean, clip, median, trimmed or krum")
-        require("aggregate.clip", self.clip, 0 < self.clip < float("inf"), "aggregate.clip=2")
-        require("aggregate.trim", self.trim, 0 <= self.trim < 0.5, "a share in [0, 0.5), e.g. aggregate.trim=0.1")
-        require("aggregate.byzantine", self.byzantine, self.byzantine >= 0, "aggregate.byzantine=1")
+        require("aggregate.clip", self.clip, 0 < self.clip < float("inf"), instead="aggregate.clip=2")
+        require(
+            "aggregate.trim", self.trim, 0 <= self.trim < 0.5, instead="a share in [0, 0.5), e.g. aggregate.trim=0.1"
+        )
+        require("aggregate.byzantine", self.byzantine, self.byzantine >= 0, instead="aggregate.byzantine=1")
         bound = self.max_growth == 0 or self.max_growth > 1
-        require("aggregate.max_growth", self.max_growth, bound, "aggregate.max_growth=3, or 0 for no bound")
-        require("aggregate.max_images", self.max_images, self.max_images >= 1, "aggregate.max_images=1 or more")
-        require("aggregate.quarantine", self.quarantine, self.quarantine >= 0, "aggregate.quarantine=0 for never")
+        require("aggregate.max_growth", self.max_growth, bound, instead="aggregate.max_growth=3, or 0 for no bound")
+        require("aggregate.max_images", self.max_images, self.max_images >= 1, instead="aggregate.max_images=1 or more")
+        require(
+            "aggregate.quarantine", self.quarantine, self.quarantine >= 0, instead="aggregate.quarantine=0 for never"
+        )
 
     def require_possible(self, min_clients: int) -> None:
         """Raises a `UserError` if a round may have fewer good updates than the rule needs."""

@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fedx_pl.data.batches import ClientData, LocalEpochs
-from fedx_pl.errors import UserError
+from fedx_pl.federation.device import resolve_precision
 from fedx_pl.federation.privacy import PrivacyOptions, protect
 from fedx_pl.federation.regularizers import Regularizer
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update, mean
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
@@ -36,20 +35,21 @@ class LocalTrainer:
         model: SSLMethod,
         *,
         device: torch.device,
-        precision: str = "32-true",
+        precision: str = "auto",
         compile: bool = False,  # noqa: A002 (as torch calls it)
         regularizer: Regularizer | None = None,
         privacy: PrivacyOptions | None = None,
         secret_noise: bool = False,
         callbacks: Sequence[pl.Callback] = (),
         tick: Callable[[], None] = lambda: None,
+        max_batches: int = 0,
     ) -> None:
         """Keeps what is shared by all fits.
 
         Args:
             model: takes every client's weights in turn; it moves to the device and stays there.
             device: where it trains.
-            precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
+            precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``, or ``auto``.
             compile: `torch.compile` the networks, once: later clients only copy weights in.
             regularizer: holds clients together by their weights.
             privacy: what is done to an update before it is returned.
@@ -58,12 +58,14 @@ class LocalTrainer:
             callbacks: Lightning callbacks of every fit. One that has a method `round_metrics` adds its numbers to
                 those of the update, but not under noise.
             tick: called after every step.
+            max_batches: of an epoch, for a trial run; 0: all.
         """
         self.model = model.to(device)
         if compile:
             model.compile_networks()
         self.device = device
-        self.precision = precision
+        self.precision = resolve_precision(precision, device) if precision == "auto" else precision
+        self.max_batches = max_batches
         self.regularizer = regularizer or Regularizer()
         self.privacy = privacy or PrivacyOptions()
         self.secret_noise = secret_noise
@@ -72,7 +74,7 @@ class LocalTrainer:
         # What is measured on images would tell of them what the noise is to hide.
         self._telling = [rates] if self.privacy.noise else [rates, *callbacks]
         # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
-        self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if precision == "16-mixed" else None
+        self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if self.precision == "16-mixed" else None
 
     def run(
         self, context: RoundContext, *, client: int, data: ClientData, memory: ClientMemory | None = None
@@ -98,7 +100,7 @@ class LocalTrainer:
         with _fitting():
             self._new_trainer(context.epochs).fit(self.model, batches)
         self.model.on_round_end()
-        update = self._update(context, client, data, before)
+        update = self._update(context, client, data, before=before)
         return replace(update, seconds=time.perf_counter() - started, data_seconds=batches.seconds)
 
     def _new_trainer(self, epochs: int) -> pl.Trainer:
@@ -106,6 +108,7 @@ class LocalTrainer:
         plugins: list[Any] = [MixedPrecision("16-mixed", self.device.type, self.scaler)] if self.scaler else []
         return pl.Trainer(
             max_epochs=epochs,
+            limit_train_batches=self.max_batches or None,
             accelerator="gpu" if gpu else self.device.type,
             devices=[self.device.index or 0] if gpu else 1,
             strategy=_StayOnDevice(self.device),
@@ -136,7 +139,7 @@ class LocalTrainer:
         model, losses = self.model, self.model.loss_history()
         for_server, kept_by_regularizer = self.regularizer.finish(model)
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
-        weights, norms = protect(model.shared_state(), context.global_state.weights, self.privacy, seed)
+        weights, norms = protect(model.shared_state(), context.global_state.weights, self.privacy, seed=seed)
         scale = self.scaler.state_dict() if self.scaler else {}
         metrics = model.round_metrics() | norms
         metrics |= {"loss_scale": scale["scale"]} if scale else {}
@@ -214,11 +217,6 @@ class _LearningRates(pl.Callback):
         return {"lr": mean(rates)} if rates else {}
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean; of equal values the value itself, to the last bit."""
-    return values[0] if len(set(values)) == 1 else statistics.fmean(values)
-
-
 class _Tick(pl.Callback):
     """Tells of every step."""
 
@@ -245,25 +243,3 @@ def _fitting() -> Iterator[None]:
         raise KeyboardInterrupt from None
     finally:
         logger.setLevel(level)
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
-    if precision == "16-mixed" and device.type == "cpu":
-        raise UserError("optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed")
-    if precision != "auto":
-        return precision
-    if device.type != "cuda":
-        return "32-true"
-    return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto``: the GPU if there is one."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
-        )
-    # With its number: Lightning selects the GPU by it.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

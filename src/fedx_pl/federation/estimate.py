@@ -4,6 +4,8 @@ Nothing of a method runs but its forward and backward pass: no hooks, no callbac
 copied either, since not every module can be. Its tensors and attributes are put back instead.
 """
 
+from __future__ import annotations
+
 import itertools
 import random
 import time
@@ -12,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +22,12 @@ from torch import Tensor, nn
 
 from fedx_pl.data.batches import ClientData
 from fedx_pl.errors import UserError
+from fedx_pl.federation.device import resolve_precision
 from fedx_pl.methods.base import LocalRound, SSLMethod, Views
 from fedx_pl.mixins.base import Mixin
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.attached import Attached
 
 BUDGET_SECONDS = 3.0  # No further step begins after them.
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -84,6 +90,48 @@ def step_seconds(
             stacklevel=2,
         )
         return best(lambda batch: model.embed_views(batch).first.float().square().mean())
+
+
+def run_seconds(trainer: Attached, first_round: int = 1) -> float:
+    """Expected duration of a run from a round on, from a few training steps and one batch of features.
+
+    Args:
+        trainer: with model and images; both stay as they are.
+        first_round: that is still to be trained.
+    """
+    clients, rounds, model = trainer.datamodule.clients, trainer.max_rounds, trainer.model
+    largest = max(range(len(clients)), key=lambda client: len(clients[client]))
+    data = trainer.client_data(largest, round_number=1)
+    # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
+    local = LocalRound(
+        round=rounds,
+        rounds=rounds,
+        client=largest,
+        epochs=trainer.local_epochs,
+        epochs_before=0,
+        seed=trainer.seed,
+        data=data,
+    )
+    precision = resolve_precision(trainer.precision, trainer.device)
+    per_step = step_seconds(model, data, local, device=trainer.device, precision=precision)
+    evaluating = 0.0
+    if trainer.evaluation:
+        with restored(model):
+            evaluating = trainer.evaluator.estimate_seconds(model, trainer.device, first_round, rounds=rounds)
+    return steps_between(trainer, first_round, rounds) * per_step + evaluating
+
+
+def steps_of(trainer: Attached, client: int) -> int:
+    """Optimizer steps of a client in one round."""
+    steps = len(trainer.client_data(client, round_number=1))
+    return (min(steps, int(trainer.fast_dev_run)) if trainer.fast_dev_run else steps) * trainer.local_epochs
+
+
+def steps_between(trainer: Attached, first: int, last: int) -> int:
+    """Optimizer steps of all clients in the rounds ``first`` to ``last``; with sampled clients, as expected."""
+    known = len(trainer.datamodule.clients)
+    steps = sum(steps_of(trainer, client) for client in range(known))
+    return int(steps * trainer.num_sampled / known * (last - first + 1))
 
 
 @contextmanager

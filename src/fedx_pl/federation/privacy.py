@@ -7,6 +7,7 @@ what this protects and what not.
 import importlib.util
 import math
 import os
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,12 +17,13 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
 
 _LEAST_VARIANCE = 1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrivacyOptions:
     """How much of a client may show in its update; off by default."""
 
@@ -33,8 +35,8 @@ class PrivacyOptions:
     def __post_init__(self) -> None:
         for name, instead in (("clip", "1"), ("noise", "10"), ("max_epsilon", "8")):
             value = getattr(self, name)
-            require(f"privacy.{name}", value, 0 <= value < math.inf, f"privacy.{name}={instead}, or 0 for none")
-        require("privacy.delta", self.delta, 0 < self.delta < 1, "privacy.delta=1e-5")
+            require(f"privacy.{name}", value, 0 <= value < math.inf, instead=f"privacy.{name}={instead}, or 0 for none")
+        require("privacy.delta", self.delta, 0 < self.delta < 1, instead="privacy.delta=1e-5")
         if self.noise and not self.clip:
             raise UserError(
                 f"privacy.noise={self.noise} protects only updates of bounded norm; also type privacy.clip=1"
@@ -43,20 +45,37 @@ class PrivacyOptions:
             raise UserError(f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10")
 
 
-def require_possible(options: PrivacyOptions, regularizer: str) -> None:
+def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
     """Raises a `UserError` for what would fail, or not protect, later.
 
     Args:
         options: of the run.
-        regularizer: its name.
+        regularizer: of the run.
     """
-    if options.clip and regularizer == "scaffold":
+    if options.clip and regularizer.beside_weights:
         raise UserError(
-            f"privacy.clip={options.clip} does not cover the control variates that regularizer=scaffold sends beside "
-            f"the weights; type regularizer=fedprox or none"
+            f"privacy.clip={options.clip} does not cover what regularizer={type(regularizer).__name__.lower()} sends "
+            f"beside the weights; type regularizer=fedprox or none"
         )
     if options.noise and importlib.util.find_spec("dp_accounting") is None:
         raise UserError(f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}")
+
+
+def require_budget(options: PrivacyOptions, rounds: int, epsilon_after: Callable[[int], float]) -> None:
+    """Raises a `UserError` if a run would spend more than `PrivacyOptions.max_epsilon`.
+
+    Args:
+        options: of the run.
+        rounds: of the run.
+        epsilon_after: the epsilon spent by the end of a round.
+    """
+    if options.max_epsilon and (spent := epsilon_after(rounds)) > options.max_epsilon:
+        enough = bisect(range(1, rounds + 1), options.max_epsilon, key=epsilon_after)
+        fewer = f"federation.rounds={enough} or " if enough else ""
+        raise UserError(
+            f"privacy.max_epsilon={options.max_epsilon} is less than the {spent:.2f} that "
+            f"privacy.noise={options.noise} spends in {rounds} rounds; type {fewer}a larger privacy.noise"
+        )
 
 
 def protect(state: State, received: State, options: PrivacyOptions, seed: int | None) -> tuple[State, dict[str, float]]:

@@ -6,7 +6,6 @@ given to `Regularizer.fold`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,24 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedx_pl.errors import UserError, require
-from fedx_pl.methods.base import SSLMethod, State
-
-
-@dataclass(frozen=True)
-class RegularizerOptions:
-    """Which one; plain FedAvg has none."""
-
-    name: str = field(default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"})
-    mu: float = field(default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"})
-
-    def __post_init__(self) -> None:
-        known = self.name in ("none", "fedprox", "scaffold")
-        require("regularizer.name", self.name, known, "regularizer=none, fedprox or scaffold")
-        require("regularizer.mu", self.mu, self.mu >= 0, "regularizer.mu=0.01")
+from fedx_pl.federation.estimate import restored
+from fedx_pl.methods.base import LocalRound, SSLMethod, State
 
 
 class Regularizer(pl.Callback):
     """Changes nothing: the base of the others, and what plain FedAvg uses."""
+
+    beside_weights = False  # Whether clients send the server more than their weights.
 
     def server_state(self, model: SSLMethod) -> State:
         """What the server keeps beside the weights, at the start of a run."""
@@ -77,7 +66,13 @@ class Regularizer(pl.Callback):
 class FedProx(Regularizer):
     """Adds ``mu/2 |w - w_g|^2`` to the loss, as its gradient ``mu (w - w_g)``; w_g is what the client received."""
 
-    def __init__(self, mu: float) -> None:
+    def __init__(self, mu: float = 0.01) -> None:
+        """Sets the weight.
+
+        Args:
+            mu: of the pull towards the global weights.
+        """
+        require("regularizer.mu", mu, mu >= 0, instead="regularizer.mu=0.01")
         self.mu = mu
         self._parameters: list[Tensor] = []
         self._received: list[Tensor] = []
@@ -111,6 +106,8 @@ class Scaffold(Regularizer):
     Steps must be gradients times one learning rate. Adam's and LARS's are of another size: their control variates
     would be many times as long as the weights.
     """
+
+    beside_weights = True
 
     def __init__(self) -> None:
         self._parameters: State = {}
@@ -177,9 +174,31 @@ class Scaffold(Regularizer):
         return {name: before[name] + share * mean[name] for name in before}
 
 
-def make(options: RegularizerOptions) -> Regularizer:
-    """The regularizer of a configuration."""
-    return {"none": Regularizer, "fedprox": lambda: FedProx(options.mu), "scaffold": Scaffold}[options.name]()
+REGULARIZERS: dict[str, type[Regularizer]] = {"none": Regularizer, "fedprox": FedProx, "scaffold": Scaffold}
+
+
+def require_fitting_optimizer(regularizer: Regularizer, model: SSLMethod, data: Any = None) -> None:
+    """Raises a `UserError` if a regularizer does not work with an optimizer of the method's own.
+
+    One that needs the Trainer, or the data before there are any, cannot be asked yet; the regularizer looks again
+    when training starts.
+
+    Args:
+        regularizer: of the run.
+        model: the same before and after.
+        data: a client's batches, if there are any yet.
+    """
+    own = type(model).configure_optimizers is not SSLMethod.configure_optimizers
+    picky = type(regularizer).require_fitting is not Regularizer.require_fitting
+    if not (own and picky):
+        return
+    try:
+        with restored(model):
+            model.local = LocalRound(round=1, rounds=1, client=0, epochs=1, epochs_before=0, seed=0, data=data)
+            optimizers = optimizers_in(model.configure_optimizers())
+    except Exception:
+        return
+    regularizer.require_fitting(optimizers, type(model).__name__)
 
 
 def optimizers_in(configured: Any) -> list[Optimizer]:

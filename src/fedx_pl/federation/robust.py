@@ -8,6 +8,7 @@ docs/robustness.md): an attack on the weights would not show in the norm of the 
 tensor by itself: weights, statistics, and what a regularizer's clients send to its server.
 """
 
+import inspect
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, require
 from fedx_pl.federation.aggregate import MAX_IMAGES, AggregateOptions, Aggregator, FedAvg, narrow
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
@@ -112,6 +113,16 @@ class TrimmedMean(_Holding):
                 kept = values.sort(dim=0).values[cut : count - cut]
                 torch.atleast_1d(target)[rows] = narrow(kept.mean(dim=0, dtype=torch.float64), target)
         return result
+
+
+class Median(TrimmedMean):
+    """For each value the middle one of the clients', or the mean of the middle two."""
+
+    def __init__(
+        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+    ) -> None:
+        """Starts without updates; the arguments are those of `Aggregator`."""
+        super().__init__(reference, MEDIAN, max_images, changes=changes)
 
 
 class NormClipping(_Holding):
@@ -245,19 +256,28 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         yield part, torch.stack([tensor[part] for tensor in rows])
 
 
-def make_rule(options: AggregateOptions, reference: GlobalState) -> Aggregator:
-    """The rule of a configuration, for one round that starts from ``reference``."""
-    tensors, changes, most = reference.tensors(), reference.server_names(), options.max_images
-    rule: Aggregator
-    if options.rule == "clip":
-        rule = NormClipping(tensors, options.clip, most, changes=changes)
-    elif options.rule == "median":
-        rule = TrimmedMean(tensors, MEDIAN, most, changes=changes)
-    elif options.rule == "trimmed":
-        rule = TrimmedMean(tensors, options.trim, most, changes=changes)
-    elif options.rule == "krum":
-        rule = MultiKrum(tensors, options.byzantine, most, changes=changes)
-    else:
-        rule = FedAvg(tensors, most, changes=changes)
-    rule.max_growth = options.max_growth
-    return rule
+# By their words on the command line.
+RULES: dict[str, type[Aggregator]] = {
+    "mean": FedAvg,
+    "clip": NormClipping,
+    "median": Median,
+    "trimmed": TrimmedMean,
+    "krum": MultiKrum,
+}
+
+
+def make_rule(options: AggregateOptions, reference: GlobalState, rule: type[Aggregator] | None = None) -> Aggregator:
+    """A rule for one round.
+
+    Args:
+        options: its settings, and its name unless it is given.
+        reference: the state that the round starts from.
+        rule: a class of one's own, made with those of the options that its ``__init__`` asks for by name.
+    """
+    require("aggregate.rule", options.rule, rule is not None or options.rule in RULES, instead=" or ".join(RULES))
+    kind = rule or RULES[options.rule]
+    asked = [name for name in inspect.signature(kind).parameters if name not in ("reference", "max_images", "changes")]
+    settings = {name: getattr(options, name) for name in asked if hasattr(options, name)}
+    made = kind(reference.tensors(), max_images=options.max_images, changes=reference.server_names(), **settings)
+    made.max_growth = options.max_growth
+    return made

@@ -4,7 +4,8 @@ In files and messages the tensors of a state lie side by side, told apart by the
 `from_tensors` are the only places that know these.
 """
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,15 @@ class Update:
         return self.losses[:, self.loss_names.index(name)]
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A client that has nothing to give in this round."""
+
+    client: int
+    reason: str
+    fault: bool = False  # It answered, but not as it should.
+
+
 @dataclass(kw_only=True)
 class RoundRecord:
     """A round while it happens. Callbacks read it, and add to `row`, `notes` and `alarms`."""
@@ -145,6 +155,45 @@ class RoundRecord:
     def number(self) -> int:
         """The round's number, from 1."""
         return self.context.round
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of a round that need no evaluation: losses, what clients measured, times and traffic."""
+        row: dict[str, Any] = {"round": self.number}
+        # By name: a site's word is its own, and one that tells other losses must not stop the run.
+        for name in dict.fromkeys(name for update in self.updates for name in update.loss_names):
+            telling = [update for update in self.updates if name in update.loss_names]
+            means = [update.loss(name).mean().item() for update in telling]
+            images = [update.num_images for update in telling]
+            row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, images)
+        for name in dict.fromkeys(name for update in self.updates for name in update.metrics):
+            row[name] = mean([update.metrics[name] for update in self.updates if name in update.metrics])
+        data_seconds = sum(update.data_seconds for update in self.updates)
+        return row | {
+            "clients": len(self.updates),
+            "dropped": len(self.refused),
+            "images_per_second": self.images_per_second(),
+            "train_seconds": self.train_seconds,
+            "round_seconds": self.train_seconds,
+            "data_seconds": data_seconds,
+            "step_seconds": sum(update.seconds for update in self.updates) - data_seconds,
+            "aggregate_seconds": self.aggregate_seconds,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+        }
+
+    def images_per_second(self) -> float:
+        """The rate of this process: images of clients that an earlier one had trained took none of its time."""
+        here = [update for update in self.updates if update.client not in self.resumed]
+        if here:
+            return sum(update.images_seen for update in here) / self.train_seconds
+        # All were there when the run was resumed: their own rate, one after the other.
+        seconds = sum(update.seconds for update in self.updates)
+        return sum(update.images_seen for update in self.updates) / seconds if seconds else 0.0
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; of equal values the value itself, to the last bit."""
+    return values[0] if len(set(values)) == 1 else statistics.fmean(values)
 
 
 def _moved(state: State, device: torch.device) -> State:

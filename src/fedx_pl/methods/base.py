@@ -139,7 +139,7 @@ class _UnknownData:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalRound:
     """Where a client stands when its local training starts."""
 
@@ -180,8 +180,9 @@ class SSLMethod(pl.LightningModule):
             optim: optimiser settings; the paper's by default.
         """
         super().__init__()
-        require("method.hidden_dim", hidden_dim, hidden_dim >= 1, "method.hidden_dim=256")
-        require("method.embed_dim", embed_dim, embed_dim >= 1, "method.embed_dim=256")
+        self.save_hyperparameters(ignore=["backbone"])  # Those of subclasses, too: Lightning looks at their frames.
+        require("method.hidden_dim", hidden_dim, hidden_dim >= 1, instead="method.hidden_dim=256")
+        require("method.embed_dim", embed_dim, embed_dim >= 1, instead="method.embed_dim=256")
         self.feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
         self.hidden_dim, self.embed_dim = hidden_dim, embed_dim
         self.optim = optim or OptimOptions()

@@ -28,7 +28,7 @@ class BYOL(SSLMethod):
             momentum: of the target's moving average.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
+        require("method.momentum", momentum, 0 <= momentum <= 1, instead="method.momentum=0.99")
         super().__init__(backbone, **base)
         self.momentum = momentum
         # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is

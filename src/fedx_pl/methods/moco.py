@@ -42,10 +42,10 @@ class MoCo(SSLMethod):
             tau: temperature; the FedX paper has 0.1 for all objectives. 0 takes the version's own, .07 or .2.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.version", version, version in (1, 2), "method.version=1 or method.version=2")
-        require("method.momentum", momentum, 0 <= momentum <= 1, "method.momentum=0.99")
-        require("method.queue_size", queue_size, queue_size >= 1, "method.queue_size=4096")
-        require("method.tau", tau, tau >= 0, "method.tau=0.1, or 0 for the version's own")
+        require("method.version", version, version in (1, 2), instead="method.version=1 or method.version=2")
+        require("method.momentum", momentum, 0 <= momentum <= 1, instead="method.momentum=0.99")
+        require("method.queue_size", queue_size, queue_size >= 1, instead="method.queue_size=4096")
+        require("method.tau", tau, tau >= 0, instead="method.tau=0.1, or 0 for the version's own")
         super().__init__(backbone, **base)
         self.tau = tau or {1: 0.07, 2: 0.2}[version]
         if version == 1:
@@ -63,7 +63,7 @@ class MoCo(SSLMethod):
         """InfoNCE of the queries ``first`` against the keys of ``second``, which then join the queue."""
         key = self.keys(batch.second)
         # A copy: the queue changes below, before the backward pass reads it.
-        loss = info_nce(z.first, key, self.queue[: self.capacity].clone(), self.tau)
+        loss = info_nce(z.first, key, self.queue[: self.capacity].clone(), tau=self.tau)
         self.enqueue(key)
         return Loss(contrastive=loss)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fedx_pl.errors import require
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimOptions:
     """SGD, new at every round as in the paper."""
 
@@ -20,14 +20,19 @@ class OptimOptions:
     precision: str = field(default="auto", metadata={"help": "auto | 32-true | bf16-mixed | 16-mixed"})
 
     def __post_init__(self) -> None:
-        require("optim.batch_size", self.batch_size, self.batch_size >= 2, "optim.batch_size=2 or more")
-        require("optim.lr", self.lr, 0 < self.lr < math.inf, "a positive number; the paper's is optim.lr=0.01")
-        require("optim.momentum", self.momentum, 0 <= self.momentum < 1, "optim.momentum=0.9")
-        require("optim.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "optim.weight_decay=1e-5")
+        require("optim.batch_size", self.batch_size, self.batch_size >= 2, instead="optim.batch_size=2 or more")
+        require("optim.lr", self.lr, 0 < self.lr < math.inf, instead="a positive number; the paper's is optim.lr=0.01")
+        require("optim.momentum", self.momentum, 0 <= self.momentum < 1, instead="optim.momentum=0.9")
+        require(
+            "optim.weight_decay",
+            self.weight_decay,
+            0 <= self.weight_decay < math.inf,
+            instead="optim.weight_decay=1e-5",
+        )
         known = self.schedule in ("constant", "cosine")
-        require("optim.schedule", self.schedule, known, "optim.schedule=constant or cosine")
+        require("optim.schedule", self.schedule, known, instead="optim.schedule=constant or cosine")
         known = self.precision in ("auto", "32-true", "bf16-mixed", "16-mixed")
-        require("optim.precision", self.precision, known, "auto, 32-true, bf16-mixed or 16-mixed")
+        require("optim.precision", self.precision, known, instead="auto, 32-true, bf16-mixed or 16-mixed")
 
     def lr_at(self, round_number: int, rounds: int) -> float:
         """Learning rate of a round (1-based): a whole round shares one value."""

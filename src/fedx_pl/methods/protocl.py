@@ -48,14 +48,17 @@ class ProtoCL(MoCo):
             moco: keyword arguments of `MoCo`.
         """
         possible = len(cluster_sizes) > 0 and all(size >= 1 for size in cluster_sizes)
-        require("method.cluster_sizes", list(cluster_sizes), possible, "method.cluster_sizes=[25,10,5]")
+        require("method.cluster_sizes", list(cluster_sizes), possible, instead="method.cluster_sizes=[25,10,5]")
         super().__init__(backbone, **moco)
         self.cluster_sizes, self.warmup_epochs, self.prototype_weight = cluster_sizes, warmup_epochs, prototype_weight
         self.clusterings: list[Clustering] = []
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """MoCo's loss and the mean prototype term over all granularities."""
-        terms = [proto_nce(z.first, c.prototypes, c.cluster[batch.rows], c.concentration) for c in self.clusterings]
+        terms = [
+            proto_nce(z.first, c.prototypes, c.cluster[batch.rows], concentration=c.concentration)
+            for c in self.clusterings
+        ]
         prototype = torch.stack(terms).mean() if terms else z.first.new_zeros((), dtype=torch.float32)
         return super().loss(batch, z) | Loss(prototype=self.prototype_weight * prototype)
 
@@ -76,7 +79,7 @@ class ProtoCL(MoCo):
             features = torch.cat([self.keys(x) for x in self.local.data.plain_batches()])
         self.key.train()
         generator = torch.Generator(features.device).manual_seed(derive(self.local.seed, "k-means", epoch))
-        self.clusterings = [cluster(features, k, self.tau, generator) for k in counts]
+        self.clusterings = [cluster(features, k, self.tau, generator=generator) for k in counts]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ class SimCLR(SSLMethod):
             tau: temperature.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.tau", tau, tau > 0, "method.tau=0.1")
+        require("method.tau", tau, tau > 0, instead="method.tau=0.1")
         super().__init__(backbone, **base)
         self.tau = tau
 

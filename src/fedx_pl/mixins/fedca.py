@@ -28,7 +28,7 @@ class FedCAOptions:
     base: str = field(default="", metadata={"help": "run folder of the base encoder, trained on public images"})
 
     def __post_init__(self) -> None:
-        require("fedca.beta", self.beta, self.beta >= 0, "fedca.beta=1")
+        require("fedca.beta", self.beta, self.beta >= 0, instead="fedca.beta=1")
 
 
 class FedCAMixin(Mixin):

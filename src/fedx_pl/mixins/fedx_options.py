@@ -7,7 +7,7 @@ from fedx_pl.errors import UserError, require
 _TERMS = ("local_contrast", "local_relation", "global_contrast", "global_relation")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedXOptions:
     """The four terms and their variants."""
 
@@ -33,17 +33,17 @@ class FedXOptions:
 
     def __post_init__(self) -> None:
         known = self.divergence in ("jsd", "authors")
-        require("fedx.divergence", self.divergence, known, "fedx.divergence=jsd or authors")
+        require("fedx.divergence", self.divergence, known, instead="fedx.divergence=jsd or authors")
         known = self.contrast in ("symmetric", "literal")
-        require("fedx.contrast", self.contrast, known, "fedx.contrast=symmetric or literal")
+        require("fedx.contrast", self.contrast, known, instead="fedx.contrast=symmetric or literal")
         known = self.relation in ("batch", "queue")
-        require("fedx.relation", self.relation, known, "fedx.relation=batch or queue")
-        require("fedx.queue_size", self.queue_size, self.queue_size >= 2, "fedx.queue_size=256")
-        require("fedx.tau", self.tau, self.tau > 0, "a positive number; the paper's is fedx.tau=0.1")
-        require("fedx.warmup", self.warmup, self.warmup >= 0, "fedx.warmup=0 or more rounds")
+        require("fedx.relation", self.relation, known, instead="fedx.relation=batch or queue")
+        require("fedx.queue_size", self.queue_size, self.queue_size >= 2, instead="fedx.queue_size=256")
+        require("fedx.tau", self.tau, self.tau > 0, instead="a positive number; the paper's is fedx.tau=0.1")
+        require("fedx.warmup", self.warmup, self.warmup >= 0, instead="fedx.warmup=0 or more rounds")
         weights = {name: getattr(self, name) for name in _TERMS}
         for name, weight in weights.items():
-            require(f"fedx.{name}", weight, weight >= 0, f"fedx.{name}=0 to leave the term out")
+            require(f"fedx.{name}", weight, weight >= 0, instead=f"fedx.{name}=0 to leave the term out")
         if not any(weights.values()):
             raise UserError(f"all of fedx.{', fedx.'.join(_TERMS)} are 0: nothing is left to train")
         if self.warmup and not (self.local_contrast or self.local_relation):

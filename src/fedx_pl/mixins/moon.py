@@ -26,8 +26,8 @@ class MoonOptions:
     tau: float = field(default=0.5, metadata={"help": "its temperature"})
 
     def __post_init__(self) -> None:
-        require("moon.mu", self.mu, self.mu >= 0, "moon.mu=1, or 0.1, 5, 10 as in MOON")
-        require("moon.tau", self.tau, self.tau > 0, "a positive number; MOON's is moon.tau=0.5")
+        require("moon.mu", self.mu, self.mu >= 0, instead="moon.mu=1, or 0.1, 5, 10 as in MOON")
+        require("moon.tau", self.tau, self.tau > 0, instead="a positive number; MOON's is moon.tau=0.5")
 
 
 class MoonMixin(Mixin):
@@ -54,7 +54,7 @@ class MoonMixin(Mixin):
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms and the model contrast."""
         contrast = model_contrast(
-            z.first, self._moon_global(batch.first), self._moon_before(batch.first), self.moon.tau
+            z.first, self._moon_global(batch.first), self._moon_before(batch.first), tau=self.moon.tau
         )
         return super().loss(batch, z) | Loss(model_contrast=self.moon.mu * contrast)
 

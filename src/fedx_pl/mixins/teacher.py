@@ -52,7 +52,7 @@ class Frozen:
         if plain:
             torch._foreach_copy_([mine[name] for name in plain], [theirs[name] for name in plain])
         for layer, norm in self._folded:
-            _fold(theirs, layer, norm, source.get_submodule(norm).eps, mine)  # type: ignore[arg-type]
+            _fold(theirs, layer, norm, eps=source.get_submodule(norm).eps, into=mine)  # type: ignore[arg-type]
         if self._unfolded is not None:
             self._unfolded.load_state_dict(theirs)
         for name, known in has_statistics.items():

@@ -98,7 +98,7 @@ def _lines(parts: Sequence[object], rules: Rules, seen: dict[int, tuple[int, obj
         else:
             if kind not in _IMMUTABLE:
                 seen[id(value)] = len(seen), value
-            label, inner = _take_apart(value, kind, rules, seen)
+            label, inner = _take_apart(value, kind, rules, seen=seen)
             yield f"{label} {len(inner)}"
             queue.extend(inner[:_MOST_ITEMS])
 

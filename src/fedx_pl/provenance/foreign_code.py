@@ -3,7 +3,7 @@
 A run is its configuration and this code. It covers the modules that define the method and its base classes and, from
 there on, each module that these import, also within a function, if it is a file of the user's own: not Python's, not
 this package's, not of an installed library. A method that is installed itself counts with its whole package. What has
-no file, as a class in a notebook, counts by its `fingerprint`.
+no file, as a class in a notebook, or is in a script's ``__main__``, counts by its `fingerprint`.
 
 Not covered: modules whose names are computed, and files that a method reads.
 """
@@ -20,7 +20,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedx_pl.files import checksum, write_atomically
 from fedx_pl.provenance.fingerprint import (
@@ -69,16 +69,30 @@ def write_record(folder: Path, record: Record) -> None:
         write_atomically(folder / FILE, json.dumps(asdict(record), indent=1).encode())
 
 
-def code_of(method: type) -> Code:
-    """The code of a method as it is on disk now; empty for a method of this package."""
-    classes = [kind for kind in method.__mro__ if not _is_packaged(kind.__module__)]
+def code_of(*things: Any) -> Code:
+    """The code of classes and functions as it is on disk now; empty for those of this package or of a library."""
+    return {name: sha256 for thing in things for name, sha256 in _code_of(thing).items()}
+
+
+def _code_of(thing: Any) -> Code:
+    if isinstance(thing, FunctionType):
+        return {} if _is_foreign_library(thing.__module__) else _Walk(homes=set()).run([thing])
+    kind_of = thing if isinstance(thing, type) else type(thing)
+    classes = [kind for kind in kind_of.__mro__ if not _is_packaged(kind.__module__)]
     built_on_us = [kind for kind in classes if any(_is_packaged(base.__module__) for base in kind.__mro__)]
+    if not built_on_us and _is_foreign_library(kind_of.__module__):
+        return {}
     return _Walk(homes={_top(kind.__module__) for kind in built_on_us}).run(classes)
 
 
-def hash_of(method: type) -> str:
-    """`Record.hash` of a method's code as it is on disk now."""
-    return Record(code_of(method)).hash
+def _is_foreign_library(name: str) -> bool:
+    file = file_of(name)
+    return _is_packaged(name) or (file is not None and _is_library(file, name))
+
+
+def hash_of(*things: Any) -> str:
+    """`Record.hash` of the code of classes and functions as it is on disk now."""
+    return Record(code_of(*things)).hash
 
 
 def file_of(name: str) -> Path | None:
@@ -108,8 +122,8 @@ class _Walk:
         self._named: dict[int, tuple[str, Definition]] = {}
         self._waiting: deque[Definition] = deque()
 
-    def run(self, classes: list[type]) -> Code:
-        """The code of some classes, and all that it leads to."""
+    def run(self, classes: Sequence[Definition]) -> Code:
+        """The code of some classes or functions, and all that it leads to."""
         rules = Rules(self._refer, self._is_opaque)
         for kind in classes:
             self._refer(kind)
@@ -135,7 +149,7 @@ class _Walk:
         file = file_of(name)
         if file is None:
             return name in sys.builtin_module_names
-        return name != "__main__" or _is_from(thing, file)
+        return name != "__main__"  # Of a script only what the run uses counts, as of a notebook.
 
     def _wait(self, thing: Definition, label: str) -> str:
         if id(thing) not in self._named:
@@ -236,13 +250,6 @@ def _is_installed(file: Path, name: str) -> bool:
 @cache
 def _has_installed(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
-
-
-def _is_from(thing: Definition, file: Path) -> bool:
-    """Whether something in ``__main__`` is from the script's file, not typed behind it."""
-    functions = [thing] if isinstance(thing, FunctionType) else vars(thing).values()
-    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    return all(Path(code.co_filename).resolve() == file.resolve() for code in codes)
 
 
 def _module_of(thing: Definition) -> str:

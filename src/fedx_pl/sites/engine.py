@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedx_pl.callbacks.dashboard import HEALTH, OWN, OWN_KINDS
-from fedx_pl.config.build import Plan
-from fedx_pl.engines.base import Engine, Lost, MemoryOf, Watcher
+from fedx_pl.engines.base import Engine, MemoryOf
 from fedx_pl.errors import UserError
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, Lost, RoundContext, Update
 from fedx_pl.files import write_atomically
 from fedx_pl.sites import wire
 from fedx_pl.sites.wire import BadMessage, Content
 
 if TYPE_CHECKING:  # Flower is not needed to read this module.
     from fedx_pl.sites.link import Link, Reply
+    from fedx_pl.trainer import FederatedTrainer
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
@@ -31,7 +31,7 @@ MOST_NAMES = 100
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Guest:
     """A site that is connected and has said hello."""
 
@@ -41,7 +41,7 @@ class Guest:
     images: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Asked:
     """A site that trains now."""
 
@@ -59,22 +59,20 @@ class FlowerEngine(Engine):
     """Waits for sites, asks them to train and collects their updates."""
 
     def __init__(
-        self, plan: Plan, watcher: Watcher, link: "Link", config: dict[str, Any], *, wait: float, timeout: float
+        self, trainer: "FederatedTrainer", link: "Link", config: dict[str, Any], *, wait: float, timeout: float
     ) -> None:
-        """Joins a plan and its sites.
+        """Joins a trainer and its sites.
 
         Args:
-            plan: without clients of its own; `federation.clients` is how many sites there are.
-            watcher: told about progress.
+            trainer: without clients of its own; its data module tells how many sites there are.
             link: to the sites.
             config: what sites are told, of `remote.site.offer`.
             wait: seconds that the first round waits for all sites, before it goes on with `federation.min_clients`.
             timeout: seconds that a round waits for a site that is there and does not answer.
         """
-        super().__init__(plan, watcher)
-        self.coordinator = plan
+        super().__init__(trainer)
         self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
-        self.book = SiteBook(plan.config.run_folder / "federation.json")
+        self.book = SiteBook(trainer.folder / "federation.json")
         self.guests: dict[str, Guest] = {}  # by name
         self._greeted: dict[tuple[int, str], str] = {}  # (node, since) -> message; "" once answered or refused
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
@@ -89,24 +87,24 @@ class FlowerEngine(Engine):
 
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
-        federation = self.coordinator.config.federation
-        wanted = federation.min_clients if self._started else federation.clients
+        least = self.trainer.min_clients
+        wanted = least if self._started else self.trainer.datamodule.num_clients
         give_up, told = time.monotonic() + self.wait, -1
         while True:
             self._greet()
             able = sorted(self.guests.keys() - {self.book.name_of(client) for client in away})
             there = len(able)
-            enough = there >= wanted or (time.monotonic() > give_up and there >= federation.min_clients)
+            enough = there >= wanted or (time.monotonic() > give_up and there >= least)
             if enough:
                 break
             if there != told:
                 names = ", ".join(able) or "none"
-                self.watcher.note(f"round {round_number} waits for {wanted} sites; there now: {names}")
+                self.trainer.note(f"round {round_number} waits for {wanted} sites; there now: {names}")
                 told = there
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        return self.coordinator.choose_clients(round_number, sorted([self.book.client_of(name) for name in able]))
+        return self.trainer.choose_clients(round_number, sorted([self.book.client_of(name) for name in able]))
 
     def _greet(self) -> None:
         """Says hello to newcomers, takes note of answers and of those who left."""
@@ -115,7 +113,7 @@ class FlowerEngine(Engine):
         self._answered = {key: guest for key, guest in self._answered.items() if key in online}
         hello = Content({"run": self.book.run, "config": self.offer}, {})
         for node, since in online.keys() - self._greeted.keys():
-            self._greeted[node, since] = self.link.send(node, wire.HELLO, hello, HELLO_SECONDS)
+            self._greeted[node, since] = self.link.send(node, wire.HELLO, hello, seconds=HELLO_SECONDS)
         waiting = {message: key for key, message in self._greeted.items() if message}
         for reply in self.link.receive(list(waiting)) if waiting else []:
             key = waiting[reply.message]
@@ -130,16 +128,16 @@ class FlowerEngine(Engine):
                 if online[key].name and online[key].name != name:
                     raise BadMessage(f"its key is that of site {online[key].name}, but it calls itself {name}")
             except BadMessage as reason:
-                self.watcher.note(f"site {online[key].name or key[0]} cannot take part: {reason}")
+                self.trainer.note(f"site {online[key].name or key[0]} cannot take part: {reason}")
             else:
                 if name in {guest.name for guest in self._answered.values()}:
-                    self.watcher.note(f"a second site {name} is here; only the first takes part while it is there")
-                self._answered[key] = Guest(*key, name, images)
+                    self.trainer.note(f"a second site {name} is here; only the first takes part while it is there")
+                self._answered[key] = Guest(node=key[0], since=key[1], name=name, images=images)
         before, self.guests = self.guests, {}
         for guest in self._answered.values():
             self.guests.setdefault(guest.name, guest)
         for name in sorted(name for name, guest in self.guests.items() if before.get(name) != guest):
-            self.watcher.note(f"site {name} is here with {self.guests[name].images:,} images")
+            self.trainer.note(f"site {name} is here with {self.guests[name].images:,} images")
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -149,14 +147,14 @@ class FlowerEngine(Engine):
         for client in clients:
             one = self._ask(context, client, memory_of(client))
             asked[one.message] = one
-            self.watcher.working(self.name_of(client), client)
+            self.trainer.working(self.name_of(client), client)
         while asked:
             for reply in self.link.receive(list(asked)):
                 if reply.offline:
                     asked[reply.message].gone = asked[reply.message].gone or time.monotonic()
                     continue
                 one = asked.pop(reply.message)
-                self.watcher.working(self.name_of(one.client), None)
+                self.trainer.working(self.name_of(one.client), None)
                 yield self._outcome(one, reply)
             yield from self._look_after(asked)
             time.sleep(POLL_SECONDS if asked else 0)
@@ -170,12 +168,20 @@ class FlowerEngine(Engine):
             "last_round": before.last_round,
             "steps": before.steps,
             "epochs": before.epochs,
-            "health": not self.coordinator.evaluator.possible,
+            "health": not self.trainer.evaluator.possible,
         }
         content = Content(meta, context.global_state.tensors())
-        message = self.link.send(guest.node, wire.TRAIN, content, self.timeout)
+        message = self.link.send(guest.node, wire.TRAIN, content, seconds=self.timeout)
         now = time.monotonic()
-        return Asked(client, message, content, guest, memory, now, now + self.timeout)
+        return Asked(
+            client=client,
+            message=message,
+            content=content,
+            guest=guest,
+            memory=memory,
+            since=now,
+            until=now + self.timeout,
+        )
 
     def _look_after(self, asked: dict[str, Asked]) -> Iterator[Lost]:
         """Asks a site again that was away for a moment, and gives up those that are gone or silent for too long."""
@@ -192,13 +198,13 @@ class FlowerEngine(Engine):
                 self._greet()  # It has restarted, and must be told the run again.
                 if (guest := self.guests.get(one.guest.name)) is not None:
                     del asked[message]
-                    again = self.link.send(guest.node, wire.TRAIN, one.content, self.timeout)
+                    again = self.link.send(guest.node, wire.TRAIN, one.content, seconds=self.timeout)
                     asked[again] = replace(one, message=again, guest=guest, gone=0.0)
-                    self.watcher.note(f"{self.name_of(one.client)} was away and is asked again")
+                    self.trainer.note(f"{self.name_of(one.client)} was away and is asked again")
 
     def _lose(self, asked: dict[str, Asked], message: str, reason: str) -> Lost:
         one = asked.pop(message)
-        self.watcher.working(self.name_of(one.client), None)
+        self.trainer.working(self.name_of(one.client), None)
         return Lost(one.client, reason)
 
     def _outcome(self, one: Asked, reply: "Reply") -> Update | Lost:
@@ -208,9 +214,9 @@ class FlowerEngine(Engine):
         try:
             if "error" in meta:
                 raise BadMessage(wire.text(meta, "error"))
-            before, epochs = one.memory or ClientMemory(), self.coordinator.config.federation.epochs
+            before, epochs = one.memory or ClientMemory(), self.trainer.local_epochs
             if meta.get("remembered") is False:  # It has counted from 0 again.
-                self.watcher.note(f"{self.name_of(one.client)} had lost its private state and started anew")
+                self.trainer.note(f"{self.name_of(one.client)} had lost its private state and started anew")
                 steps = before.steps + wire.whole(meta, "steps")
             else:
                 steps = wire.whole(meta, "steps", before.steps)
@@ -221,7 +227,7 @@ class FlowerEngine(Engine):
             names = ("total", *(name for name in losses if name != "total"))
             table = torch.tensor([[losses[name] for name in names]])
             images, seen = wire.whole(meta, "images", 1), wire.whole(meta, "seen")
-            state = GlobalState.from_tensors(reply.content.tensors).to(self.plan.device)
+            state = GlobalState.from_tensors(reply.content.tensors).to(self.trainer.device)
             metrics = wire.numbers(meta, "metrics")
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")

@@ -28,7 +28,7 @@ from fedx_pl.files import write_atomically
 YEARS = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SiteKeys:
     """What a site holds."""
 
@@ -38,7 +38,7 @@ class SiteKeys:
     private: ec.EllipticCurvePrivateKey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerKeys:
     """What the coordinator holds."""
 
@@ -71,12 +71,12 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
         ) from error
     place = f"[{host}]:{port}" if isinstance(address.value, ipaddress.IPv6Address) else f"{host}:{port}"
     authority, ca = _authority(folder)
-    _server(folder / "server", host, authority, ca)
+    _server(folder / "server", host, authority, ca=ca)
     lines = [
         f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys {folder / 'server'}"
     ]
     for name in sites:
-        _site(folder, name, place, ca)
+        _site(folder, name, place, ca=ca)
         own = folder / "sites" / name
         lines.append(f"{own}: for {name} alone; fedx-pl federate client --data IMAGES --keys {own.name}")
     lines.append(f"{folder / 'ca.key'}: makes further keys; keep it offline")
@@ -103,7 +103,7 @@ def load_site(folder: Path) -> SiteKeys:
             f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes them on the "
             f"coordinator, in KEYS/sites/NAME"
         ) from error
-    return SiteKeys(name, server, folder / "ca.crt", _read_private(folder / "site.key"))
+    return SiteKeys(name=name, server=server, ca=folder / "ca.crt", private=_read_private(folder / "site.key"))
 
 
 def _site_folders_near(folder: Path) -> list[Path]:
@@ -135,7 +135,7 @@ def load_server(folder: Path) -> ServerKeys:
         if (other := owners.setdefault(content, name)) != name:
             raise UserError(f"{folder / 'sites'}: {other} and {name} have the same key; each site needs its own")
     ca, certificate, key = files
-    return ServerKeys(ca, certificate, key, public)
+    return ServerKeys(ca=ca, certificate=certificate, key=key, sites=public)
 
 
 def public_pem(private: ec.EllipticCurvePrivateKey) -> bytes:

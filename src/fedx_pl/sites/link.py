@@ -39,7 +39,7 @@ clientapp = "nothing:app"
 """  # A run must have a bundle. Nobody ever loads it.
 
 
-class Seen(NamedTuple):
+class Connected(NamedTuple):
     """A site that is connected."""
 
     node: int
@@ -95,12 +95,12 @@ class Link:
             self.close()
             raise
 
-    def sites(self) -> list[Seen]:
+    def sites(self) -> list[Connected]:
         """Who is connected now."""
         with self._answering():
             nodes = [node for node in self._grid.get_nodes() if node.status == "online"]
         known = [node for node in nodes if self._keys is None or node.node_id in self._names]
-        return [Seen(node.node_id, self._names.get(node.node_id, ""), node.last_activated_at) for node in known]
+        return [Connected(node.node_id, self._names.get(node.node_id, ""), node.last_activated_at) for node in known]
 
     def send(self, node: int, kind: str, content: wire.Content, seconds: float) -> str:
         """Posts a message and returns its name; it is forgotten after ``seconds``."""
@@ -321,7 +321,9 @@ def _reply(asked: str, coming: Coming) -> Reply:
         message: Any = inflate_object_from_contents(coming.message, coming.there)
         if message.has_error():
             gone = message.error.code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE)
-            return Reply(asked, None, wire.GONE if gone else wire.plain(message.error.reason) or "no answer", gone)
+            return Reply(
+                asked, None, wire.GONE if gone else wire.plain(message.error.reason) or "no answer", offline=gone
+            )
         return Reply(asked, read(message.content))
     except wire.BadMessage as error:
         return Reply(asked, None, wire.plain(error))

@@ -126,9 +126,9 @@ class Node:
             raise Unreachable("a message broke off") from error
         message.metadata.__dict__["_message_id"] = tree.object_id
         try:
-            return Incoming(message.metadata.message_type, read(message.content), "", message)
+            return Incoming(message.metadata.message_type, read(message.content), "", message=message)
         except wire.BadMessage as error:
-            return Incoming(message.metadata.message_type, None, wire.plain(error), message)
+            return Incoming(message.metadata.message_type, None, wire.plain(error), message=message)
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""

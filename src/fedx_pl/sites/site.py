@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from safetensors.torch import load
 
-from fedx_pl.config import build as planning
 from fedx_pl.config import compose as configuration
+from fedx_pl.config.build import build
 from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
+from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
+from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.files import checksum, tensor_bytes, write_atomically
@@ -37,7 +39,7 @@ from fedx_pl.sites.wire import BadMessage, Content
 
 # What a coordinator decides; where images lie and what they run on is the site's own.
 SHARED = (
-    "seed", "augment", "backbone", "method", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
+    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
 )  # fmt: skip
 HEALTH_IMAGES = 512
 KEPT_ROUNDS = 3
@@ -125,8 +127,9 @@ class Site:
                 "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
             )
         self.rows = np.arange(len(data.train.images))
-        self.plan = planning.assemble(config, data, [])
-        self.trainer = self.plan.trainer(lambda: None, secret_noise=True)
+        self.run = build(config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients))
+        settings = self.run.trainer.local_settings()
+        self.local = LocalTrainer(self.run.model, device=self.run.trainer.device, secret_noise=True, **settings)
         self.memories = Memories(self.state / run)
         self._ready = run, tree
         method = config.method.name + (" with FedX" if config.fedx.enabled else "")
@@ -137,10 +140,11 @@ class Site:
             raise BadMessage(f"keys that are not the coordinator's to set: {', '.join(sorted(unknown)[:5])}")
         method = tree.get("method")
         name = method.get("name") if isinstance(method, dict) else None
-        if not isinstance(name, str) or (":" in name and not self.allow_code):
+        foreign = sorted(configuration.code_words(tree))
+        if not isinstance(name, str) or (foreign and not self.allow_code):
             raise UserError(
-                f"method={name} is code of the coordinator's choice; if this site has that module and trusts it, "
-                f"start it with --allow-code"
+                f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if this site has that "
+                f"module and trusts it, start it with --allow-code"
             )
         if "${" in json.dumps(tree):  # OmegaConf would fill in what is asked for, e.g. environment variables.
             raise BadMessage("a configuration with references")
@@ -164,7 +168,7 @@ class Site:
         if self._ready is None or self._ready[0] != meta.get("run"):
             raise NotGreeted
         number, client = wire.whole(meta, "round", 1), wire.whole(meta, "client")
-        config = self.plan.config
+        config = self.run.config
         context = RoundContext(
             round=number,
             rounds=config.federation.rounds,
@@ -173,12 +177,13 @@ class Site:
             global_state=GlobalState.from_tensors(content.tensors),
             batchnorm=config.federation.batchnorm,
         )
-        _require_same(content.tensors, self.plan.first_state().tensors())
+        _require_same(content.tensors, self.run.trainer.first_state().tensors())
         self._require_budget()
         memory, found = self._memory(meta)
-        data = self.plan.client_data(client, number, self.rows)
+        seed = derive(config.seed, "data", number, client)
+        data = self.run.data.batches(self.rows, seed, model=self.run.model, device=self.local.device)
         self.report(f"round {number}: training")
-        update = self.trainer.run(context, client=client, data=data, memory=memory)
+        update = self.local.run(context, client=client, data=data, memory=memory)
         self.memories.save(update.memory)
         self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
@@ -187,7 +192,7 @@ class Site:
 
     def _require_budget(self) -> None:
         """Every answer is a release, also one to a round that is asked for twice."""
-        own, noise = self.own.privacy, self.plan.config.privacy.noise
+        own, noise = self.own.privacy, self.run.config.privacy.noise
         if not own.max_epsilon:
             return
         answers = self.memories.answers() + 1
@@ -212,13 +217,12 @@ class Site:
 
     def _health(self) -> dict[str, float]:
         """Measures that need no labels, of this site's encoder on some of its own images."""
-        plan = self.plan
-        images = plan.data.train.images[drawn_rows(len(self.rows), HEALTH_IMAGES, derive(plan.config.seed, "health"))]
-        generator = torch.Generator(plan.device).manual_seed(0)
-        first, second = (
-            extract(plan.model.backbone, images, lambda batch: plan.augment(batch, generator)) for _ in range(2)
-        )
-        plain = extract(plan.model.backbone, images, plan.augment.plain)
+        data, backbone = self.run.data, self.run.model.backbone
+        drawn = drawn_rows(len(self.rows), HEALTH_IMAGES, derive(self.run.config.seed, "health"))
+        images = data.images.train.images[drawn]
+        generator = torch.Generator(self.local.device).manual_seed(0)
+        first, second = (extract(backbone, images, lambda batch: data.augment(batch, generator)) for _ in range(2))
+        plain = extract(backbone, images, data.augment.plain)
         return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
 
     def _about(self, update: Update, metrics: dict[str, float], found: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from fedx_pl.config.compose import compose
 from fedx_pl.data.images import DataOptions, ImageData
-from fedx_pl.data.sources import cache, decode, describe, load, stored_channels, stored_side, worker
+from fedx_pl.data.sources import cache, decode, describe, image_files, load, stored_channels, stored_side
 from fedx_pl.errors import UserError
 
 
@@ -180,7 +180,7 @@ class TestUnlabelled:
             paint(tmp_path / f"images/{number:03}.png", number)
         (tmp_path / "dies.py").touch()
         monkeypatch.setattr(decode, "_POOL_SECONDS", 0.0)
-        monkeypatch.setattr(worker, "__file__", str(tmp_path / "dies.py"))
+        monkeypatch.setattr(image_files, "__file__", str(tmp_path / "dies.py"))
         with pytest.raises(UserError, match=r"data\.workers=1"):
             load(options(tmp_path, workers=2))
         assert list((tmp_path / "cache").glob("*")) == []

@@ -21,8 +21,8 @@ from dataset_files import (
 from scipy.io import savemat
 from torchvision.datasets import FashionMNIST
 
-from fedx_pl.data.images import DATASETS
 from fedx_pl.data.sources import load
+from fedx_pl.data.sources.named import NAMED
 from fedx_pl.errors import UserError
 
 
@@ -161,7 +161,7 @@ class TestHostileAndBrokenFiles:
         for name, _ in FashionMNIST.resources:
             (tmp_path / name).write_bytes(gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12))
         with pytest.raises(UserError):
-            load(options(tmp_path, DATASETS[at]), report=lambda line: None)
+            load(options(tmp_path, list(NAMED)[at]), report=lambda line: None)
 
     def test_modified_copy_is_refused_unless_asked_for(self, tmp_path: Path, lines: list[str]) -> None:
         write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members())

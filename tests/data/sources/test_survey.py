@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedx_pl.config.compose import compose
 from fedx_pl.data.images import DataOptions
-from fedx_pl.data.sources import decode, describe, load, survey, worker
+from fedx_pl.data.sources import decode, describe, image_files, load, survey
 from fedx_pl.errors import UserError
 
 SIDE = 32
@@ -236,7 +236,7 @@ class TestWarnings:
 
 
 class TestAvif:
-    @pytest.mark.skipif("AVIF" not in worker.FORMATS, reason="needs Pillow 11.3 or newer, built with AVIF")
+    @pytest.mark.skipif("AVIF" not in image_files.FORMATS, reason="needs Pillow 11.3 or newer, built with AVIF")
     def test_avif_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "images").mkdir()
         Image.new("RGB", (40, 40), (200, 30, 30)).save(tmp_path / "images/a.avif")
@@ -246,7 +246,7 @@ class TestAvif:
     def test_without_support_it_is_refused_by_name(
         self, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker, "FORMATS", tuple(name for name in worker.FORMATS if name != "AVIF"))
+        monkeypatch.setattr(image_files, "FORMATS", tuple(name for name in image_files.FORMATS if name != "AVIF"))
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 255, np.uint8))
         (tmp_path / "images/b.avif").write_bytes(b"\0\0\0\x20ftypavif" + bytes(16))
         assert load(options(tmp_path), report=lines.append).skipped == 1

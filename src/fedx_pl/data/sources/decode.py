@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
-from fedx_pl.data.sources import cache, worker
+from fedx_pl.data.sources import cache, image_files
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.formats import one_line
-from fedx_pl.data.sources.worker import Result, Task, decode_batch
+from fedx_pl.data.sources.image_files import Answered, Task, decode_batch
 from fedx_pl.errors import UserError
 
 Report = Callable[[str], None]
@@ -38,7 +38,7 @@ _QUIET_SECONDS = 3.0
 _PLAIN_SECONDS = 30.0  # between progress lines where there is no terminal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoded:
     """Images of a folder.
 
@@ -79,9 +79,9 @@ def decode(
     settings = [size, options.grayscale, value_range]
     content = cached(
         cache_folder(options) / f"{options.name}-{key_of([(root, paths)], settings)}",
-        lambda folder: _fill(folder, root, paths, size, options, report, value_range),
+        lambda folder: _fill(folder, root, paths, size=size, options=options, report=report, value_range=value_range),
         options,
-        report,
+        report=report,
     )
     skipped = content.info["skipped"]
     if skipped:
@@ -90,7 +90,9 @@ def decode(
         if others := skipped - sum(count for _, count, _ in told):
             reasons.append(f"{others} for other reasons")
         report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
-    return Decoded(content.arrays["images"], content.info["paths"], skipped, content.hashes["images"])
+    return Decoded(
+        images=content.arrays["images"], paths=content.info["paths"], skipped=skipped, sha256=content.hashes["images"]
+    )
 
 
 def cached(folder: Path, fill: Callable[[Path], None], options: DataOptions, report: Report) -> cache.Cached:
@@ -138,8 +140,8 @@ def _fill(
     channels = 1 if options.grayscale else 3
     with cache.replacing(folder) as fresh:
         with cache.ArrayWriter(fresh / "images.npy", (size, size, channels), "uint8") as writer:
-            tasks = batches([(root, paths)], size, options.grayscale, value_range)
-            results = run(decode_batch, tasks, options, report, "decoding images, once")
+            tasks = batches([(root, paths)], size, options.grayscale, value_range=value_range)
+            results = run(decode_batch, tasks, options, report=report, title="decoding images, once")
             for (_, batch, *_), (images, reasons) in zip(tasks, results, strict=True):
                 writer.append(images)
                 for path, reason in zip(batch, reasons, strict=True):
@@ -168,12 +170,12 @@ def batches(
 
 
 def run(
-    work: Callable[[Task], Result], tasks: Sequence[Task], options: DataOptions, report: Report, title: str
-) -> Iterator[Result]:
+    work: Callable[[Task], Answered], tasks: Sequence[Task], options: DataOptions, report: Report, title: str
+) -> Iterator[Answered]:
     """Does tasks in one or several processes and yields results in order; ``title`` is for the progress bar."""
     workers = options.workers or os.cpu_count() or 1
     total = sum(len(paths) for _, paths, *_ in tasks)
-    return _with_progress(_run(work, tasks, workers), total, report, title)
+    return _with_progress(_run(work, tasks, workers), total, report, title=title)
 
 
 def printable(path: str | Path) -> str:
@@ -181,7 +183,7 @@ def printable(path: str | Path) -> str:
     return os.fsencode(path).decode(errors="replace")
 
 
-def _run(work: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+def _run(work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
     """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
     start = time.monotonic()
     yield from map(work, tasks[:1])
@@ -190,14 +192,14 @@ def _run(work: Callable[[Task], Result], tasks: Sequence[Task], workers: int) ->
     yield from _in_pool(rest, workers) if workers > 1 and expected > _POOL_SECONDS else map(work, rest)
 
 
-def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
     """Decodes in processes and yields results in order, with a bounded number of them waiting."""
     processes = [_Process() for _ in range(min(workers, len(tasks)))]
     idle: SimpleQueue[_Process] = SimpleQueue()
     for process in processes:
         idle.put(process)
 
-    def run(task: Task) -> Result:
+    def run(task: Task) -> Answered:
         process = idle.get()  # as many threads as processes: there always is one
         try:
             return process.run(task)
@@ -205,7 +207,7 @@ def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Result]:
             idle.put(process)
 
     with ThreadPoolExecutor(len(processes)) as threads:
-        waiting: deque[Future[Result]] = deque()
+        waiting: deque[Future[Answered]] = deque()
         try:
             for task in tasks:
                 waiting.append(threads.submit(run, task))
@@ -222,15 +224,15 @@ def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Result]:
 
 
 class _Process:
-    """A running ``worker.py``."""
+    """A running ``image_files.py``."""
 
     def __init__(self) -> None:
         # -P: the script's folder must not come before the installed packages on the import path
-        command = [sys.executable, "-P", worker.__file__]
+        command = [sys.executable, "-P", image_files.__file__]
         self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
-    def run(self, task: Task) -> Result:
-        """Does what ``worker.decode_batch`` or ``worker.survey_batch`` does, over there."""
+    def run(self, task: Task) -> Answered:
+        """Does what ``image_files.decode_batch`` or ``image_files.survey_batch`` does, over there."""
         root, paths, *_ = task
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None  # both are pipes; this is for the type checker
@@ -256,7 +258,7 @@ class _Process:
             pass
 
 
-def _with_progress(results: Iterator[Result], total: int, report: Report, title: str) -> Iterator[Result]:
+def _with_progress(results: Iterator[Answered], total: int, report: Report, title: str) -> Iterator[Answered]:
     """Passes results on, with a progress bar on a terminal and now and then a line elsewhere, if it takes a while."""
     from rich.console import Console
     from rich.progress import Progress

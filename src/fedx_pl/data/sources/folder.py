@@ -68,12 +68,16 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     # One decision for all, so that a value means the same in training and evaluation.
     parts = [(root, paths), *([(test_root, held_out)] if test_root else [])]
     value_range = survey(parts, options, report)
-    train = decode(root, kept, size, options, report, value_range)
+    train = decode(root, kept, size, options=options, report=report, value_range=value_range)
     if not train.paths:
         raise UserError(
             f"data.root={options.root}: no readable images in {root.resolve()} ({train.skipped} other files)"
         )
-    test = decode(test_root or root, held_out, size, options, report, value_range) if held_out else None
+    test = (
+        decode(test_root or root, held_out, size, options=options, report=report, value_range=value_range)
+        if held_out
+        else None
+    )
 
     classes = _ordered({*names.values(), *test_names.values()})
     groups = [path.split("/", 1)[0] if "/" in path else "." for path in train.paths]
@@ -121,7 +125,7 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
     splits = {}
     for name, (top, paths) in parts.items():
         size = options.image_size or SIDES["imagenet10"]
-        splits[name] = decode(top, paths, size, options, report, value_range)
+        splits[name] = decode(top, paths, size, options=options, report=report, value_range=value_range)
         if not splits[name].paths:
             raise UserError(f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}")
 

@@ -12,10 +12,20 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedx_pl.data.images import ARRAYS, DATASETS, DataOptions, ImageData, Split, cache_folder, root_folder
+from fedx_pl.data.images import (
+    ARRAYS,
+    Arrays,
+    DataOptions,
+    ImageData,
+    Split,
+    cache_folder,
+    normalization,
+    root_folder,
+)
 from fedx_pl.data.sources import cache, fetch, folder, named
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.fetch import FetchError
@@ -25,18 +35,21 @@ from fedx_pl.data.sources.survey import number
 from fedx_pl.errors import UserError, known_names
 from fedx_pl.seeding import derive
 
-__all__ = ["DATASETS", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
+__all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
 
 Report = Callable[[str], None]
 
+Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays
 
-def load(options: DataOptions, seed: int = 0, report: Report = print) -> ImageData:
+
+def load(options: DataOptions, seed: int = 0, report: Report = print, *, source: Source | None = None) -> ImageData:
     """Loads a dataset.
 
     Args:
         options: which one, and from where.
         seed: chooses the subset when ``options.limit`` or ``options.test_limit`` is set.
         report: receives one line for each source that failed, and for files that were skipped.
+        source: a function of one's own that loads it.
 
     Returns:
         The images, in memory or memory-mapped, in an order that depends on their content only.
@@ -44,14 +57,43 @@ def load(options: DataOptions, seed: int = 0, report: Report = print) -> ImageDa
     Raises:
         UserError: nothing usable was found, or an option makes no sense.
     """
-    _check(options)
-    if options.name == "folder":
-        data = folder.load_folder(options, report)
-    elif options.name == "imagenet10":
-        data = folder.load_imagenet(options, report)
-    else:
-        data = _load_named(options, report)
-    return replace(_subset(data, options, seed), options=options)
+    _check(options, known=source is not None)
+    found = (source or SOURCES[options.name])(options, report)
+    if source is None:
+        assert isinstance(found, ImageData)
+        return replace(_subset(found, options, seed), options=options)
+    data = found if isinstance(found, ImageData) else of_arrays(*_pairs(found))
+    _, side, _, channels = data.train.images.shape
+    mean, std = normalization(options.mean, options.std, channels)
+    told = replace(options, image_size=side, grayscale=channels == 1, mean=list(mean), std=list(std))
+    fingerprint = cache.fingerprint_of(data.train, data.test)
+    return replace(_subset(replace(data, fingerprint=fingerprint), options, seed), name=options.name, options=told)
+
+
+def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
+    """Images from arrays, to train on and to evaluate on."""
+    images, labels = train
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise UserError(
+            f"the images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. images.transpose(0, 2, 3, 1)"
+        )
+    classes = tuple(str(number) for number in range(int(labels.max()) + 1)) if labels is not None else ()
+    held_out = None if test is None else Split(*test)
+    name = cache.fingerprint_of(Split(images, labels), held_out)
+    return ImageData(
+        name=ARRAYS,
+        train=Split(images, labels),
+        test=held_out,
+        classes=classes,
+        group_names=(),
+        source="arrays",
+        fingerprint=name,
+    )
+
+
+def _pairs(found: Any) -> tuple[Arrays, Arrays | None]:
+    """(images, labels), or two such pairs, to train on and to evaluate on."""
+    return found if isinstance(found[0], tuple) else (found, None)
 
 
 def stored_side(options: DataOptions) -> int:
@@ -66,22 +108,21 @@ def stored_channels(options: DataOptions) -> int:
 
 def _stored_shape(options: DataOptions) -> tuple[int, int]:
     channels = 1 if options.grayscale else 3
-    if options.name == ARRAYS:
+    if options.name not in (*named.NAMED, *folder.SIDES):
         return options.image_size, len(options.mean) or channels
     if options.name in folder.SIDES:
         return options.image_size or folder.SIDES[options.name], channels
-    _, side, channels = named.named_set(options.name).shape
+    _, side, channels = named.NAMED[options.name]().shape
     return side, channels
 
 
 def overview() -> str:
     """Lists the datasets, with what to type for each."""
     rows = []
-    for name in DATASETS:
-        if name not in folder.SIDES:
-            spec = named.named_set(name)
-            kind = f"{spec.shape[0]} x {spec.shape[1]}, {'color' if spec.shape[2] == 3 else 'gray'}"
-            rows.append((name, f"{spec.counts[0]:,} + {spec.counts[1]:,} images, {kind}", ""))
+    for name, make in named.NAMED.items():
+        spec = make()
+        kind = f"{spec.shape[0]} x {spec.shape[1]}, {'color' if spec.shape[2] == 3 else 'gray'}"
+        rows.append((name, f"{spec.counts[0]:,} + {spec.counts[1]:,} images, {kind}", ""))
     rows.append(("imagenet10", "ten classes of your copy of ImageNet", " data.root=/path/to/imagenet"))
     rows.append(("folder", "your own images", " data.root=/path/to/images"))
     lines = [f"  {name:<11}{text:<42}fedx-pl data {name}{more}" for name, text, more in rows]
@@ -116,14 +157,14 @@ def describe(data: ImageData) -> str:
     return "\n".join([*lines, f"source: {data.source}", f"fingerprint: {data.fingerprint}"])
 
 
-def _check(options: DataOptions) -> None:
+def _check(options: DataOptions, *, known: bool) -> None:
     if options.name == ARRAYS:
         raise UserError(
             "data.name=arrays: these images were brought from Python, and only the script that has them can use them; "
-            "there, type engine=serial, and evaluate_run(RUN, KINDS, data=IMAGES) to evaluate"
+            "there, type evaluate_run(RUN, KINDS, data=IMAGES) to evaluate"
         )
-    if options.name not in DATASETS:
-        instead = known_names(options.name, DATASETS, prefix="data.name=")
+    if not known and options.name not in SOURCES:
+        instead = known_names(options.name, [name for name in SOURCES if name != ARRAYS], prefix="data.name=")
         raise UserError(f"data.name={options.name} is not known{instead}")
     for key in ("limit", "test_limit", "image_size", "workers"):
         if getattr(options, key) < 0:
@@ -189,11 +230,11 @@ def _load_named(options: DataOptions, report: Report) -> ImageData:
 def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callable[[], _Found]]]:
     """Yields the sources in the order they are tried, each with its name."""
     yield "cache", lambda: _from_cache(options)
-    spec = named.named_set(options.name)
+    spec = named.NAMED[options.name]()
     home = root_folder(options) / options.name
 
     def prepare(places: list[Path], source: str) -> _Found:
-        found = _from_files(spec, places, source, options.verify)
+        found = _from_files(spec, places, source, verify=options.verify)
         info = {"source": found.source, "classes": found.raw.classes, "verified": options.verify}
         try:
             cache.write(cache_folder(options) / options.name, found.raw.arrays, info)
@@ -258,7 +299,7 @@ def _from_files(spec: NamedSet, places: list[Path], source: str, verify: bool) -
                     _check_md5(layout, place)
                 raw = layout.read(place)
                 hashes = {name: cache.sha256(array) for name, array in raw.arrays.items()}
-                _check_content(spec, raw, hashes, verify)
+                _check_content(spec, raw, hashes, verify=verify)
             except FormatError as error:
                 problems.append(one_line(error))
                 continue
@@ -298,7 +339,7 @@ def _check_content(spec: NamedSet, raw: RawSet, hashes: Mapping[str, str], verif
 
 
 def _what_to_put_where(options: DataOptions) -> str:
-    spec = named.named_set(options.name)
+    spec = named.NAMED[options.name]()
     home = (root_folder(options) / options.name).resolve()
     choices = [" and ".join(layout.files) for layout in spec.layouts]
     addresses = " ".join(url for url, _, _ in spec.downloads)
@@ -331,3 +372,12 @@ def _statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     share = counts / counts.sum(axis=1, keepdims=True)
     mean = share @ levels
     return mean, np.sqrt(share @ levels**2 - mean**2)
+
+
+# By their words on the command line: what loads the images.
+SOURCES: dict[str, Source] = {
+    **dict.fromkeys(named.NAMED, _load_named),
+    "imagenet10": folder.load_imagenet,
+    "folder": folder.load_folder,
+    ARRAYS: _load_named,
+}

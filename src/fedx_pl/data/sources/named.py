@@ -57,7 +57,7 @@ class Layout:
         return [file for file in self.files if not (folder / file).exists()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NamedSet:
     """All there is to know about one dataset.
 
@@ -104,11 +104,6 @@ SHA256: dict[str, dict[str, str]] = {
         "test_labels": "d51d859896c55775b9e9e219b77ff03bcec1b6ac322f313544dc3f9e7bc94fae",
     },
 }
-
-
-def named_set(name: str) -> NamedSet:
-    """Describes ``cifar10``, ``cifar100``, ``svhn`` or ``fmnist``."""
-    return {"cifar10": _cifar10, "cifar100": _cifar100, "svhn": _svhn, "fmnist": _fmnist}[name]()
 
 
 Parse = Callable[[Mapping[str, bytes]], RawSet]
@@ -176,9 +171,9 @@ def _cifar100() -> NamedSet:
     parts = [*CIFAR100.train_list, *CIFAR100.test_list]
     return NamedSet(
         layouts=(
-            _archive(CIFAR100.filename, names, python, {CIFAR100.filename: CIFAR100.tgz_md5}),
+            _archive(CIFAR100.filename, names, python, md5={CIFAR100.filename: CIFAR100.tgz_md5}),
             _extracted(
-                CIFAR100.base_folder, names, python, {f"{CIFAR100.base_folder}/{name}": md5 for name, md5 in parts}
+                CIFAR100.base_folder, names, python, md5={f"{CIFAR100.base_folder}/{name}": md5 for name, md5 in parts}
             ),
         ),
         downloads=((CIFAR100.url, CIFAR100.filename, CIFAR100.tgz_md5),),
@@ -230,3 +225,12 @@ def _fmnist() -> NamedSet:
         mirror=(f"apt {_APT_PACKAGE}", mirror),
         folder="FashionMNIST/raw",
     )
+
+
+# By their words on the command line; STATISTICS has their means.
+NAMED: dict[str, Callable[[], NamedSet]] = {
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+    "svhn": _svhn,
+    "fmnist": _fmnist,
+}

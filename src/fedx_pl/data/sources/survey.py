@@ -14,7 +14,7 @@ from typing import Any
 from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
 from fedx_pl.data.sources import cache
 from fedx_pl.data.sources.decode import Report, batches, cached, key_of, printable, run
-from fedx_pl.data.sources.worker import Facts, survey_batch
+from fedx_pl.data.sources.image_files import Facts, survey_batch
 
 Parts = Sequence[tuple[Path, Sequence[str]]]
 
@@ -39,9 +39,9 @@ def survey(parts: Parts, options: DataOptions, report: Report, origin: str = "")
     """
     content = cached(
         cache_folder(options) / f"{options.name}-survey-{key_of(parts, [options.value_range, origin])}",
-        lambda folder: _fill(folder, parts, options, report, origin),
+        lambda folder: _fill(folder, parts, options, report=report, origin=origin),
         options,
-        report,
+        report=report,
     )
     for line in content.info["lines"]:
         report(f"{options.name}: {line}")
@@ -116,8 +116,8 @@ def _fill(folder: Path, parts: Parts, options: DataOptions, report: Report, orig
     """Looks at all files and writes what was decided as a cache without arrays."""
     deep = _Deep()
     several: list[tuple[str, int]] = []
-    tasks = batches(parts, 0, options.grayscale, None)
-    results = run(survey_batch, tasks, options, report, "looking at images, once")
+    tasks = batches(parts, 0, options.grayscale, value_range=None)
+    results = run(survey_batch, tasks, options, report=report, title="looking at images, once")
     for (_, paths, *_), (_, remarks) in zip(tasks, results, strict=True):
         facts: Facts | None
         for path, facts in zip(paths, remarks, strict=True):

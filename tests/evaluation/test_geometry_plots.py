@@ -4,7 +4,7 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
 from fedx_pl.callbacks.plots import pixels
-from fedx_pl.experiments.geometry_plots import geometry_figure
+from fedx_pl.evaluation.geometry_plots import geometry_figure
 
 
 def found(seed: int, classes: int = 3) -> dict:

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 # Folder, paths relative to it, side length (0: look only, decode nothing), one channel?, the two
 # values of a deep image that become black and white (none: unknown).
 Task = tuple[str, Sequence[str], int, bool, Sequence[float]]
-Result = tuple[np.ndarray, list[Any]]
+Answered = tuple[np.ndarray, list[Any]]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # an older Pillow warns that it does not know the word
@@ -50,7 +50,7 @@ class Facts(TypedDict):
     whole: bool
 
 
-def decode_batch(task: Task) -> Result:
+def decode_batch(task: Task) -> Answered:
     """Decodes a few files.
 
     Returns:
@@ -64,7 +64,7 @@ def decode_batch(task: Task) -> Result:
         warnings.simplefilter("ignore")  # Pillow warns about harmless flaws; what is not harmless is an error below
         for path in paths:
             try:
-                images[count] = decode_file(os.path.join(root, path), size, grayscale, value_range)
+                images[count] = decode_file(os.path.join(root, path), size, grayscale, value_range=value_range)
                 count += 1
                 reasons.append("")
             except Exception as error:  # decoders fed with foreign bytes fail in any way they like
@@ -73,7 +73,7 @@ def decode_batch(task: Task) -> Result:
     return images[:count], reasons
 
 
-def survey_batch(task: Task) -> Result:
+def survey_batch(task: Task) -> Answered:
     """Reads the headers of a few files, and the pixels of those with more than 8 bits per value.
 
     Returns:

@@ -26,7 +26,7 @@ def geometry_figure(named: Mapping[str, Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(min(max(0.2 * boxes, 5.6), 20) + 4, 4.2), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[figure.get_figwidth() - 4, 4])
     colours = {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(named)}
-    _draw_boxes(left, named, classes, colours)
+    _draw_boxes(left, named, classes, colours=colours)
     _draw_histogram(right, named, colours)
     for axes in (left, right):
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)

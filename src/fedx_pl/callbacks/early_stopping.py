@@ -1,0 +1,52 @@
+"""Stops a run that no longer gets better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedx_pl.callbacks.base import RoundCallback
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.round import RoundRecord
+    from fedx_pl.trainer import FederatedTrainer
+
+
+class EarlyStopping(RoundCallback):
+    """Ends the run when a number of the row has not improved for some measurements, as Lightning's does."""
+
+    def __init__(
+        self, monitor: str = "knn_top1", *, patience: int = 3, min_delta: float = 0.0, mode: str = "max"
+    ) -> None:
+        """Sets what is watched.
+
+        Args:
+            monitor: a column of metrics.csv; rounds that do not have it do not count.
+            patience: measurements without an improvement after which the run ends.
+            min_delta: a smaller change is no improvement.
+            mode: ``max``: larger is better, ``min``: smaller.
+        """
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+        """Looks at the number."""
+        value = record.row.get(self.monitor)
+        if value is None:
+            return
+        sign = 1 if self.mode == "max" else -1
+        if self.best is None or sign * (value - self.best) > self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience and record.number < trainer.max_rounds:
+            trainer.note(f"{self.monitor} has not been better than {self.best:g} for {self.waited} measurements: stop")
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and how long ago."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        self.best, self.waited = state.get("best"), state.get("waited", 0)

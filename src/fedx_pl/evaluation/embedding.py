@@ -1,0 +1,110 @@
+"""The paper's embedding analysis: some clients train one more round, each from the global model F to an f."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation import geometry
+from fedx_pl.evaluation.base import Evaluation, Report, Tick, counter
+from fedx_pl.evaluation.features import drawn_rows, extract
+from fedx_pl.seeding import derive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedx_pl.trainer import FederatedTrainer
+
+UNLABELED = 10_000  # Without test images, the angles are measured on so many training images.
+VIEWED = 2_000  # images that alignment looks at in two views
+
+
+class Geometry(Evaluation):
+    """Angles between local and global model and between classes, alignment and uniformity."""
+
+    needs_labels = False
+    trains_clients = True
+
+    def measure(self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None) -> dict[str, Any]:
+        """Angles are in degrees; those of classes only if there are labels."""
+        data, test = trainer.datamodule.images, trainer.datamodule.images.test
+        images = test.images if test is not None else _some(trainer, data.train.images, UNLABELED)
+        z = embed(trainer, images)
+        found: dict[str, Any] = {"images": len(images), "alignment": _alignment(trainer, images), **geometry.health(z)}
+        angles = self._local_angles(trainer, images, z, report=report, tick=tick)
+        found |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
+        if test is not None and test.labels is not None:
+            labels, names = torch.from_numpy(test.labels).to(z.device), data.classes
+            there = [label for label in range(len(names)) if len(angles) and (labels == label).any()]
+            found["local_global"] = {names[label]: geometry.box(angles[:, labels == label]) for label in there}
+            between = geometry.interclass_angles(z, labels, len(names))
+            found |= {"interclass": between.tolist(), "interclass_mean": between.mean().item()}
+        return found
+
+    def settings(self, local_epochs: int) -> dict[str, Any]:
+        """How many clients train, and for how long."""
+        return {"clients": self.options.geometry_clients, "epochs": local_epochs}
+
+    def figure(self, name: str, found: dict[str, Any]) -> Figure:
+        """Boxes of the angles by class, and a histogram between classes."""
+        from fedx_pl.evaluation.geometry_plots import geometry_figure  # Here: matplotlib slows every start down.
+
+        return geometry_figure({name: found})
+
+    def _local_angles(
+        self, trainer: FederatedTrainer, images: np.ndarray, z: Tensor, report: Report, tick: Tick | None
+    ) -> Tensor:
+        """Angles between f(x) and F(x), (clients, N), for all clients or as many as asked for, chosen by the seed."""
+        known = trainer.datamodule.num_clients
+        draw = np.random.default_rng(derive(trainer.seed, "geometry"))
+        count = min(known, self.options.geometry_clients)
+        clients = sorted(draw.choice(known, size=count, replace=False).tolist())
+        advance = counter(tick, sum(map(trainer.steps_of, clients)))
+        found = []
+        for client in clients:
+            _require_memory(trainer, client)
+            trainer.train_client(client, advance)
+            angles = geometry.angles(embed(trainer, images), z)
+            if torch.isfinite(angles).all():
+                found.append(angles)
+            else:
+                report(f"left client {client} out: its embeddings hold NaN or infinity")
+        return torch.stack(found) if found else z.new_empty(0, len(images))
+
+
+def embed(trainer: FederatedTrainer, images: np.ndarray, prepare: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """``z = projector(backbone(x))``, (N, embed_dim), of the model as it is now, in eval mode."""
+    network = nn.Sequential(trainer.model.backbone, trainer.model.projector)
+    return extract(network, images, prepare or trainer.datamodule.augment.plain)
+
+
+def _require_memory(trainer: FederatedTrainer, client: int) -> None:
+    """Raises a `UserError` if what a client had after the round that is measured is not there."""
+    number = trainer.current_round
+    try:
+        trainer.memory_of(client)
+    except UserError as error:  # It speaks of going on, which nobody wants to here.
+        kept = trainer.checkpoints.rounds()
+        others = ", ".join(str(other) for other in kept if other != number)
+        instead = f"type --round with one of {others}" if others else "no other round was kept"
+        instead += ", or leave it out" if number < max(kept, default=0) else ""
+        raise UserError(
+            f"the clients' own state of round {number} is not there (that of client {client} is missing or damaged), "
+            f"and geometry needs it; {instead}"
+        ) from error
+
+
+def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
+    generator = torch.Generator(trainer.device).manual_seed(derive(trainer.seed, "views"))
+    some, augment = _some(trainer, images, VIEWED), trainer.datamodule.augment
+    first, second = (embed(trainer, some, lambda batch: augment(batch, generator)) for _ in range(2))
+    return geometry.alignment(first, second)
+
+
+def _some(trainer: FederatedTrainer, images: np.ndarray, most: int) -> np.ndarray:
+    return images[drawn_rows(len(images), most, derive(trainer.seed, "geometry images"))]

@@ -1,0 +1,174 @@
+"""What callbacks, engines and evaluations may ask of a trainer that has a model and images."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedx_pl.errors import UserError
+from fedx_pl.federation import estimate, privacy
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
+from fedx_pl.seeding import derive
+
+if TYPE_CHECKING:
+    from fedx_pl.data.batches import ClientData
+    from fedx_pl.data.module import FederatedDataModule
+    from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
+    from fedx_pl.federation.identity import Identity
+    from fedx_pl.federation.privacy import PrivacyOptions
+    from fedx_pl.federation.regularizers import Regularizer
+    from fedx_pl.methods.base import SSLMethod
+
+
+class Attached:
+    """The base of `FederatedTrainer`: everything but its arguments and the rounds."""
+
+    model: SSLMethod
+    datamodule: FederatedDataModule
+    evaluator: Evaluator
+    description: Identity
+    folder: Path
+    checkpoints: Checkpoints
+    device: torch.device
+    state: RunState
+    global_state: GlobalState
+    # The trainer's arguments
+    max_rounds: int
+    local_epochs: int
+    clients_per_round: int | float
+    min_clients: int
+    batchnorm: str
+    regularizer: Regularizer
+    privacy: PrivacyOptions
+    evaluation: EvaluationOptions | None
+    precision: str
+    seed: int
+    keep: int
+    fast_dev_run: bool | int
+
+    @property
+    def current_round(self) -> int:
+        """The last round that is saved; 0 before the first."""
+        return self.state.round
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of all saved rounds."""
+        return self.state.rows
+
+    @property
+    def untrained(self) -> dict[str, float]:
+        """What the untrained network can do."""
+        return self.state.untrained
+
+    @untrained.setter
+    def untrained(self, measures: dict[str, float]) -> None:
+        self.state.untrained = measures
+
+    @property
+    def seconds(self) -> float:
+        """How long all saved rounds took."""
+        return self.state.seconds
+
+    def due(self, round_number: int) -> tuple[bool, bool]:
+        """Whether (kNN, the linear probe) is due after a round."""
+        return self.evaluator.due(round_number, self.max_rounds) if self.evaluation else (False, False)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many clients train in a round."""
+        known, sampled = self.datamodule.num_clients, self.clients_per_round
+        # `round` would make 2 of half of 5.
+        wanted = sampled if isinstance(sampled, int) else int(sampled * known + 0.5)
+        return max(min(wanted, known), self.min_clients, 1)
+
+    def choose_clients(self, round_number: int, present: Sequence[int] | None = None) -> list[int]:
+        """The clients of a round: all of them or a sample; of those ``present``, if they are given."""
+        able = np.arange(len(self.datamodule.clients)) if present is None else np.array(present)
+        draw = np.random.default_rng(derive(self.seed, "clients", round_number))
+        chosen = draw.choice(len(able), size=min(self.num_sampled, len(able)), replace=False)
+        return sorted(able[chosen].tolist())
+
+    def client_data(self, client: int, round_number: int) -> ClientData:
+        """A client's batches in a round."""
+        return self.datamodule.client(
+            client, seed=self.seed, round_number=round_number, model=self.model, device=self.device
+        )
+
+    def steps_of(self, client: int) -> int:
+        """Optimizer steps of a client in one round."""
+        return estimate.steps_of(self, client)
+
+    def estimate_seconds(self, first_round: int = 1) -> float:
+        """Expected duration, from a few training steps and one batch of features; the model stays as it is."""
+        return estimate.run_seconds(self, first_round)
+
+    def epsilon_after(self, round_number: int) -> float:
+        """What the client that was chosen most often has spent of its privacy by the end of a round.
+
+        Which sites were there in which round is not known: one that has missed none is assumed.
+        """
+        most = round_number
+        if self.datamodule.clients:
+            times = Counter(client for number in range(1, round_number + 1) for client in self.choose_clients(number))
+            most = max(times.values())
+        return privacy.epsilon(self.privacy.noise, most, self.privacy.delta)
+
+    def first_state(self) -> GlobalState:
+        """The global state before the first round."""
+        return GlobalState(weights=self.model.shared_state(), server=self.regularizer.server_state(self.model))
+
+    def _context(self, number: int) -> RoundContext:
+        return RoundContext(
+            round=number,
+            rounds=max(number, self.max_rounds),
+            epochs=self.local_epochs,
+            seed=self.seed,
+            global_state=self.global_state,
+            batchnorm=self.batchnorm,
+        )
+
+    def memory_of(self, client: int) -> ClientMemory | None:
+        """What a client keeps between rounds; None if it has not trained yet."""
+        return self.checkpoints.load_client(client, self.state.clients.get(client))
+
+    def train_client(self, client: int, tick: Callable[[], None]) -> Update:
+        """Trains one client for the round that would come next. The model then holds its weights; nothing is saved.
+
+        Args:
+            client: who trains.
+            tick: called after every step.
+        """
+        local = LocalTrainer(
+            self.model, device=self.device, precision=self.precision, regularizer=self.regularizer, tick=tick
+        )
+        number = self.current_round + 1
+        data, memory = self.client_data(client, number), self.memory_of(client)
+        return local.run(self._context(number), client=client, data=data, memory=memory)
+
+    def load_checkpoint(self, folder: str | Path, round_number: int | None = None) -> None:
+        """Makes the model and the trainer's state what they were after a round of a run.
+
+        Args:
+            folder: of the run; it is only read.
+            round_number: whose checkpoint was kept; the newest one's if not given.
+        """
+        self.folder = Path(folder)
+        self.checkpoints = Checkpoints(self.folder, self.keep)
+        read = self.checkpoints.read
+        found = self.checkpoints.latest(mend=False) if round_number is None else read(round_number)
+        if found is None:
+            raise UserError(f"{folder} has no finished round")
+        self.state, self.global_state = found[0], found[1].to(self.device)
+        self.model.to(self.device)
+        try:
+            self.model.load_shared(self.global_state.weights)
+        except ValueError as error:
+            raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error

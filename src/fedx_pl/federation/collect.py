@@ -1,0 +1,93 @@
+"""Steps 2 and 3 of a round: every client's update is folded into the average as it comes back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.federation.round import GlobalState, Lost, RoundRecord, Update
+from fedx_pl.files import size_of
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.checkpoint import ClientRecord
+    from fedx_pl.trainer import FederatedTrainer
+
+
+def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) -> dict[int, ClientRecord]:
+    """Aggregates updates: those that an earlier process had saved, then the others as they come.
+
+    Args:
+        trainer: whose engine trains the clients.
+        record: of the round; it learns of every update.
+        rule: takes the updates.
+
+    Returns:
+        Where each client's memory was saved.
+    """
+    saved: dict[int, ClientRecord] = {}
+    record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
+    for update, where in trainer.unfinished.load(record.number):
+        record.resumed.append(update.client)
+        update = replace(update, state=update.state.to(trainer.device))
+        _aggregate(record, rule, update)
+        _keep(trainer, record, update)
+        saved[update.client] = where
+    waiting = [client for client in record.clients if client not in record.resumed]
+    for outcome in trainer.workplace.run(record.context, waiting, trainer.memory_of) if waiting else ():
+        try:
+            if isinstance(outcome, Lost):
+                raise BadUpdate(outcome.reason)
+            _aggregate(record, rule, outcome)
+        except BadUpdate as reason:
+            _refuse(trainer, record, outcome, reason=str(reason))
+        else:
+            where = trainer.checkpoints.save_client(outcome)
+            trainer.unfinished.save(record.number, outcome, where)
+            _keep(trainer, record, outcome)
+            saved[outcome.client] = where
+    record.updates.sort(key=lambda update: update.client)  # In whatever order they came.
+    return saved
+
+
+def next_state(
+    trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator, saved: dict[int, ClientRecord]
+) -> GlobalState:
+    """The averaged weights, and what the regularizer's server makes of the averaged rest."""
+    met = (trainer.state.clients | saved).values()  # Of real sites, only those are known.
+    started = time.perf_counter()
+    images = sum(map(len, trainer.datamodule.clients)) or sum(client.images for client in met)
+    combined = GlobalState.from_tensors(rule.result())
+    server = trainer.regularizer.fold(trainer.global_state.server, combined.server, rule.num_images / images)
+    record.aggregate_seconds += time.perf_counter() - started
+    for client, remark in rule.remarks.items():
+        trainer.note(f"{trainer.name_of(client)}: {remark}")
+    return GlobalState(weights=combined.weights, server=server)
+
+
+def _aggregate(record: RoundRecord, rule: Aggregator, update: Update) -> None:
+    """Folds an update into the average, or raises `BadUpdate`."""
+    started = time.perf_counter()
+    tensors = update.state.tensors()
+    record.bytes_up += size_of(tensors)  # Also if it is refused: it came.
+    rule.add(tensors, update.num_images, update.client)
+    record.aggregate_seconds += time.perf_counter() - started
+
+
+def _keep(trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    """Keeps an aggregated update without its tensors, whose size would add up."""
+    for callback in trainer.callbacks:
+        callback.on_client_update(trainer, record, update)
+    light = replace(update, state=GlobalState(weights={}), memory=update.memory.without_tensors())
+    record.updates.append(light)
+
+
+def _refuse(trainer: FederatedTrainer, record: RoundRecord, outcome: Update | Lost, reason: str) -> None:
+    client = outcome.client
+    record.refused[client] = reason
+    if not isinstance(outcome, Lost) or outcome.fault:
+        record.at_fault.add(client)
+    trainer.note(f"dropped {trainer.name_of(client)}: {reason}")
+    for callback in trainer.callbacks:
+        callback.on_client_refused(trainer, record, client, reason=reason)

@@ -1,0 +1,44 @@
+"""Where and in which precision a process trains."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fedx_pl.errors import UserError
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
+    if precision == "16-mixed" and device.type == "cpu":
+        raise UserError("optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed")
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "32-true"
+    return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``: the GPU if there is one."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
+        )
+    # With its number: Lightning selects the GPU by it.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def device_of(accelerator: str, devices: Sequence[int] | int | str) -> torch.device:
+    """The device that `pl.Trainer`'s arguments of the same names would choose.
+
+    Args:
+        accelerator: ``auto``, ``cpu``, ``gpu`` or ``cuda``.
+        devices: a list that names one GPU; anything else takes the first.
+    """
+    if accelerator not in ("auto", "cpu", "gpu", "cuda"):
+        raise UserError(f'accelerator="{accelerator}" is not known; write accelerator="auto", "cpu" or "gpu"')
+    if accelerator in ("auto", "cpu"):
+        return resolve_device(accelerator)
+    number = devices[0] if isinstance(devices, Sequence) and not isinstance(devices, str) else 0
+    return resolve_device(f"cuda:{number}")

@@ -1,0 +1,242 @@
+"""What a run is: every setting that decides its result, as one tree of keys, whoever made the objects.
+
+The tree is that of the command line's configuration (docs/reference/configuration.md). So a run that was made in
+Python can be evaluated, exported and reported by the same commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from fedx_pl import backbones
+from fedx_pl.data.images import RESIZED
+from fedx_pl.data.partition import PARTITIONS
+from fedx_pl.data.sources import SOURCES
+from fedx_pl.errors import UserError
+from fedx_pl.federation.regularizers import REGULARIZERS
+from fedx_pl.methods import BUILT_IN
+from fedx_pl.methods.parameters import hyper_parameters
+from fedx_pl.mixins import MIXINS
+from fedx_pl.provenance import foreign_code, loaded_code
+from fedx_pl.provenance.foreign_code import Record
+
+if TYPE_CHECKING:
+    from fedx_pl.data.module import FederatedDataModule
+    from fedx_pl.methods.base import SSLMethod
+    from fedx_pl.trainer import FederatedTrainer
+
+PYTHON = "python"  # the profile and the recipe of a run that was made from objects
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """How a run is described in its folder, and how its user speaks."""
+
+    name: str
+    seed: int
+    content: dict[str, Any]  # what decides the result, by dotted key
+    hash: str  # of the content
+    text: str  # all settings, for config.yaml
+    hparams: dict[str, float | str]  # what TensorBoard compares runs by
+    read: Callable[[Path], dict[str, Any]]  # the content that a config.yaml tells of
+    typed: bool = False  # on the command line: messages then speak of its keys
+    names_folder: bool = False  # whether the folder that the trainer is given is named after the run
+
+    @property
+    def folder_name(self) -> str:
+        """A name that no other run has."""
+        return f"{self.name}-s{self.seed}-{self.hash}"
+
+    def another(self, by_hand: bool = True) -> str:
+        """What to change for a new run."""
+        if not self.typed:
+            return 'default_root_dir="ANOTHER"'
+        return "run.dir=ANOTHER" if by_hand else "name=ANOTHER"
+
+    def forking(self, folder: Path) -> str:
+        """What to add for a run that starts from the weights of another."""
+        return f"--fork {folder}" if self.typed else f'fork="{folder}"'
+
+    def together(self, *words: str) -> str:
+        """Several things to change, as they are written beside each other."""
+        return (" " if self.typed else ", ").join(word for word in words if word)
+
+    def key(self, argument: str) -> str:
+        """An argument of the trainer as its user wrote it."""
+        return _KEYS.get(argument, argument) if self.typed else argument
+
+
+_KEYS = {
+    "min_clients": "federation.min_clients", "max_rounds": "federation.rounds", "local_epochs": "federation.epochs",
+    "default_root_dir": "run.dir", "resume": "run.resume",
+}  # fmt: skip
+
+
+def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Identity:
+    """Describes a run that is made from objects."""
+    tree = _tree(trainer, model, data)
+    content = flat(decisive(tree))
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    main: dict[str, float | str] = {
+        "Data": data.options.name,
+        "FedX": "true" if tree["fedx"]["enabled"] else "false",
+        "Method": type(model).__name__,
+        "Rounds": trainer.max_rounds,
+        "Seed": trainer.seed,
+    }
+    return Identity(
+        name=tree["name"],
+        seed=trainer.seed,
+        content=content,
+        hash=digest,
+        text=yaml.safe_dump(tree, sort_keys=False),
+        hparams=main,
+        read=_read,
+    )
+
+
+def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides the result: not where things are and how the run is carried out."""
+    content: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()}
+    for group in ("run", "engine", "health", "callbacks", "logger"):
+        content.pop(group, None)
+    content["aggregate"].pop("quarantine", None)  # A client that was mended is asked again by another value.
+    for place in ("cache", "download", "workers"):
+        content["data"].pop(place, None)
+    content["fedca"]["base"] = Path(content["fedca"]["base"]).name  # A run's folder is named after what it holds.
+    content["fork"] = Path(content["fork"]).name
+    # For a folder the root says which images, for the others only where they lie.
+    if content["data"]["name"] != "folder":
+        content["data"].pop("root", None)
+    if content["data"]["name"] in SOURCES and content["data"]["name"] not in RESIZED:
+        content["data"].pop("image_size", None)
+    return content
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as dotted keys and values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Record:
+    """The code of a run that is not ours, and the class of a backbone that is not one of ours.
+
+    Raises:
+        UserError: a file was edited after it was imported; Python would go on with the old content.
+    """
+    code = loaded_code.require_current(plain_method(type(model)))
+    parts = (model.backbone, data.partition, trainer.regularizer, *trainer.client_callbacks, *trainer.evaluations)
+    made_by = (getattr(model.backbone, "made_by", None), data.loader, trainer.rule)
+    for thing in (*map(type, parts), *made_by):
+        code |= {} if thing is None else foreign_code.code_of(thing)
+    return Record(code, own_backbone(trainer.description, model, data))
+
+
+def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:
+    """The class of a backbone that was brought, or that the method changed; empty if it is the one of the settings."""
+    trained, told = model.backbone, identity.content
+    if told["backbone.name"] in backbones.BACKBONES:
+        fields = [field.name for field in dataclasses.fields(backbones.BackboneOptions)]
+        options = backbones.BackboneOptions(**{name: told[f"backbone.{name}"] for name in fields})
+        with torch.random.fork_rng(devices=[]):
+            given = backbones.build(options, channels=data.channels, image_size=data.image_size)
+        if type(trained) is type(given) and repr(trained) == repr(given):
+            return ""
+    return type(trained).__qualname__
+
+
+def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> dict[str, Any]:
+    name = _word(plain_method(type(model)), BUILT_IN)
+    backbone = getattr(model.backbone, "options", None) or backbones.BackboneOptions(name=_path(type(model.backbone)))
+    mixins: dict[str, Any] = {word: {"enabled": False} for word in MIXINS}
+    for word, mixin in MIXINS.items():
+        if isinstance(model, mixin):
+            mixins[word] = dataclasses.asdict(getattr(model, word)) | {"enabled": True}
+    mixins["fedca"].setdefault("base", "")
+    sampled, known = trainer.clients_per_round, data.num_clients
+    return {
+        "name": f"{data.options.name}-{type(model).__name__.lower()}",
+        "seed": trainer.seed,
+        "fork": str(trainer.fork),
+        "profile": PYTHON,
+        "recipe": PYTHON,
+        "data": dataclasses.asdict(data.options),
+        "partition": {"kind": _word(type(data.partition), PARTITIONS)} | _settings(data.partition, leave=("clients",)),
+        "augment": dataclasses.asdict(data.augment_options),
+        "backbone": dataclasses.asdict(backbone),
+        "method": {"name": name} | _hyper_parameters(model),
+        **mixins,
+        "regularizer": {"name": _word(type(trainer.regularizer), REGULARIZERS)} | _settings(trainer.regularizer),
+        "aggregate": dataclasses.asdict(trainer.aggregate) | ({"rule": _path(trainer.rule)} if trainer.rule else {}),
+        "privacy": dataclasses.asdict(trainer.privacy),
+        "optim": dataclasses.asdict(model.optim) | {"batch_size": data.batch_size, "precision": trainer.precision},
+        "federation": {
+            "clients": known,
+            "rounds": trainer.max_rounds,
+            "epochs": trainer.local_epochs,
+            "fraction": float(sampled) if isinstance(sampled, float) else min(sampled / known, 1.0),
+            "min_clients": trainer.min_clients,
+            "batchnorm": trainer.batchnorm,
+        },
+        "evaluation": dataclasses.asdict(trainer.evaluator.options),
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+        return flat(decisive(tree))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} is not a readable run configuration ({error})") from error
+
+
+def _hyper_parameters(model: SSLMethod) -> dict[str, Any]:
+    """The keyword arguments of a method as it was made; Lightning keeps them as ``hparams``."""
+    known = hyper_parameters(type(model))
+    return {key: _plain(model.hparams.get(key, default)) for key, (_, default, _) in known.items()}
+
+
+def _settings(part: object, leave: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The arguments that a part was made with, as far as it keeps them under their names and they are plain."""
+    names = [name for name in inspect.signature(type(part)).parameters if name not in leave]
+    found = {name: getattr(part, name) for name in names if hasattr(part, name)}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _word(kind: type, known: Mapping[str, type]) -> str:
+    """A class as it is called on the command line."""
+    return next((word for word, other in known.items() if other is kind), _path(kind))
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def plain_method(method: type[SSLMethod]) -> type[SSLMethod]:
+    """The method beneath our mixins, if a class adds nothing but those: BYOL for ``class FedXBYOL(FedXMixin, BYOL)``.
+
+    The words of the command line say the same: ``method=byol fedx=true``.
+    """
+    own = [name for name in vars(method) if not (name.startswith("__") and name.endswith("__"))]
+    *added, inner = method.__bases__
+    usual = [mixin for mixin in reversed(MIXINS.values()) if mixin in added]
+    if not added or "__init__" in vars(method) or own or added != usual:
+        return method
+    return plain_method(inner)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,350 @@
+"""Federations made from plain objects, as a Lightning user would: no word of the command line anywhere."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from helpers import THREADS, Watching, forget_modules, write_modules
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import TensorDataset
+
+from fedx_pl import (
+    BYOL,
+    IID,
+    Encoder,
+    FederatedDataModule,
+    FederatedTrainer,
+    FedXMixin,
+    RoundCallback,
+    SimCLR,
+    federate,
+    resnet10,
+)  # fmt: skip
+from fedx_pl.callbacks.early_stopping import EarlyStopping
+from fedx_pl.cli.main import main
+from fedx_pl.engines import EngineOptions
+from fedx_pl.errors import UserError
+from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.evaluation.linear import LinearOptions
+from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.regularizers import FedProx
+from fedx_pl.federation.round import RoundContext, RoundRecord, Update
+
+
+class FedXBYOL(FedXMixin, BYOL): ...
+
+
+QUICK = EvaluationOptions(linear=LinearOptions(epochs=2))
+
+
+def arrays(seed: int = 0, count: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    labels = np.arange(count) % 2
+    noise = np.random.default_rng(seed).integers(0, 100, (count, 16, 16, 3))
+    return (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels
+
+
+def data(**settings: Any) -> FederatedDataModule:
+    usual: dict[str, Any] = {"partition": IID(clients=3), "batch_size": 8, "test": arrays(1, 20)}
+    return FederatedDataModule(arrays(), **(usual | settings))
+
+
+def trainer(folder: Path, **settings: Any) -> FederatedTrainer:
+    usual: dict[str, Any] = {
+        "max_rounds": 2, "local_epochs": 1, "evaluation": QUICK, "enable_progress_bar": False, "threads": THREADS,
+    }  # fmt: skip
+    return FederatedTrainer(default_root_dir=folder, **(usual | settings))
+
+
+def model(kind: Callable[..., Any] = FedXBYOL, seed: int = 0, **settings: Any) -> Any:
+    torch.manual_seed(seed)
+    return kind(resnet10(width=4), hidden_dim=16, embed_dim=8, **settings)
+
+
+def weights(of: FederatedTrainer) -> dict[str, torch.Tensor]:
+    return of.model.shared_state()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_objects_train_and_every_command_reads_their_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = trainer(tmp_path / "run", enable_progress_bar=True)
+    one.fit(model(), data())
+    assert [row["round"] for row in one.history] == [1, 2]
+    assert "round   2/2" in capsys.readouterr().out
+    found = one.evaluate()
+    assert found["knn_top1"] == one.history[-1]["knn_top1"]
+    assert {"linear_top1", "linear_top5", "rankme"} <= found.keys()
+    files = {"config.yaml", "split.json", "metrics.csv", "encoder.safetensors", "tensorboard", "checkpoints"}
+    assert files <= {file.name for file in (tmp_path / "run").iterdir()}
+    # FedX on BYOL and nothing more: no code that one would have to trust.
+    images = torch.from_numpy(arrays(1, 20)[0]).permute(0, 3, 1, 2) / 255
+    encoder = Encoder.of(tmp_path / "run")
+    with torch.no_grad():
+        expected = one.model.eval().backbone((images - 0.5) / 0.25)
+        torch.testing.assert_close(encoder(images), expected)
+    assert main(["export", str(tmp_path / "run"), "--to", "safetensors"]) == 0
+
+
+def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
+    watching = Watching()
+    whole = trainer(tmp_path / "whole", max_rounds=3)
+    whole.fit(model(), data())
+
+    class Stop(RoundCallback):
+        def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+            trainer.should_stop = True
+
+    stopped = trainer(tmp_path / "run", max_rounds=3, callbacks=[Stop()])
+    stopped.fit(model(), data())
+    assert len(stopped.history) == 1
+    resumed = trainer(tmp_path / "run", max_rounds=3, callbacks=[watching])
+    resumed.fit(model(seed=7), data())  # The weights that it is made with do not matter any more.
+    assert any("going on after round 1 of 3" in note for note in watching.notes)
+    assert same(weights(whole), weights(resumed))
+    resumed.fit(model(seed=8), data())
+    words = f'default_root_dir="ANOTHER", max_rounds=6, fork="{tmp_path / "run"}"'
+    assert watching.notes[-2].endswith(f"to train on, type {words}")
+    assert "began with other first weights than this model has" in watching.notes[-1]
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes other weights, unless its author thought of a seed."""
+    whole = trainer(tmp_path / "whole", max_rounds=1)
+    whole.fit(model(), data())
+    run = LocalTrainer.run
+
+    def die(self: LocalTrainer, context: RoundContext, *, client: int, **rest: Any) -> Update:
+        if client == 2:
+            raise KeyboardInterrupt
+        return run(self, context, client=client, **rest)
+
+    monkeypatch.setattr(LocalTrainer, "run", die)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "run", max_rounds=1).fit(model(), data())
+    monkeypatch.undo()
+    resumed = trainer(tmp_path / "run", max_rounds=1)
+    resumed.fit(model(seed=5), data())
+    assert same(weights(whole), weights(resumed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"trainer": {"local_epochs": 2}}, r"federation.epochs: 1 -> 2"),
+        ({"trainer": {"seed": 1}}, r"seed: 0 -> 1"),
+        ({"trainer": {"regularizer": FedProx(mu=0.5)}}, r"regularizer.name: none -> fedprox"),
+        ({"trainer": {"aggregate": AggregateOptions(rule="median")}}, r"aggregate.rule: mean -> median"),
+        ({"model": {"momentum": 0.5}}, r"method.momentum: 0.99 -> 0.5"),
+        ({"data": {"batch_size": 4}}, r"optim.batch_size: 8 -> 4"),
+        ({"data": {"partition": IID(clients=2)}}, r"federation.clients: 3 -> 2"),
+        ({"data": {"seed": 4}}, r"another split of the images"),
+    ],
+)
+def test_a_changed_object_is_refused_with_what_to_do(
+    tmp_path: Path, changed: dict[str, dict[str, Any]], message: str
+) -> None:
+    trainer(tmp_path, max_rounds=1).fit(model(), data())
+    with pytest.raises(UserError, match=rf'(?s){message}.*default_root_dir="ANOTHER"'):
+        trainer(tmp_path, max_rounds=1, **changed.get("trainer", {})).fit(
+            model(**changed.get("model", {})), data(**changed.get("data", {}))
+        )
+
+
+OWN = """
+from fedx_pl import SimCLR
+class Mine(SimCLR):
+    def loss(self, batch, z):
+        return super().loss(batch, z) * 2.0
+"""
+
+
+def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: Path) -> None:
+    write_modules(modules, brought_here=OWN)
+    from brought_here import Mine
+
+    trainer(tmp_path / "run", max_rounds=1).fit(model(Mine), data())
+    forget_modules(modules)
+    write_modules(modules, brought_here=OWN.replace("2.0", "3.0"))
+    from brought_here import Mine as Edited
+
+    with pytest.raises(UserError, match=r"was trained with other code: .*brought_here.py changed since"):
+        trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), data())
+
+
+def test_without_a_folder_the_run_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for epochs in (1, 2):
+        one = FederatedTrainer(max_rounds=1, local_epochs=epochs, evaluation=None, enable_progress_bar=False)
+        one.fit(model(SimCLR), data())
+        folders.append(one.folder)
+    assert all(str(folder).startswith("runs/arrays-simclr-s0-") for folder in folders)
+    assert folders[0] != folders[1]
+
+
+def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> None:
+    class Net(torch.nn.Sequential):
+        feature_dim = 5
+
+    def net() -> Net:
+        return Net(torch.nn.Conv2d(3, 5, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    pixels, labels = (torch.from_numpy(array) for array in arrays())
+    pixels = pixels.permute(0, 3, 1, 2)
+    sets = [TensorDataset(pixels[:10], labels[:10]), TensorDataset(pixels[10:], labels[10:])]
+    one = trainer(tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1))
+    one.fit(SimCLR(net()), FederatedDataModule(sets, batch_size=8))
+    assert [len(rows) for rows in one.datamodule.clients] == [10, 38]
+    assert one.history[-1]["loss"] > 0
+    with pytest.raises(UserError, match="Net"):
+        Encoder.of(tmp_path)  # Nobody but the script knows how to make it.
+    again = trainer(tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1))
+    again.fit(SimCLR(net()), FederatedDataModule(sets, batch_size=8))
+    assert same(weights(one), weights(again))
+
+
+def test_clients_per_round_is_a_number_or_a_share(tmp_path: Path) -> None:
+    for number, (wanted, expected) in enumerate([(1, 1), (2, 2), (1.0, 3), (0.4, 1), (0.5, 2), (7, 3)]):
+        one = trainer(tmp_path / str(number), clients_per_round=wanted)
+        one.attach(model(SimCLR), data())
+        assert len(one.choose_clients(1)) == one.num_sampled == expected
+    for wrong in (0, 0.0, 1.5, -2):
+        with pytest.raises(UserError, match="clients_per_round"):
+            FederatedTrainer(clients_per_round=wrong)
+    with pytest.raises(UserError, match="max_rounds"):
+        FederatedTrainer(max_rounds=0)
+    with pytest.raises(UserError, match="accelerator"):
+        FederatedTrainer(accelerator="gpuu")
+
+
+def test_a_trial_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    watching = Watching()
+    one = trainer(tmp_path / "run", max_rounds=50, local_epochs=9, fast_dev_run=True, callbacks=[watching])
+    one.fit(model(), data())
+    assert watching.steps == 2  # One batch of two clients.
+    assert not (tmp_path / "run").exists()
+
+
+def test_loggers_of_lightning_get_the_numbers_of_every_round(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="log", version="")
+    trainer(tmp_path / "run", logger=[logger]).fit(model(SimCLR), data())
+    rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]] == ["0", "1", "2"]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    trainer(tmp_path / "both", logger=[True, CSVLogger(tmp_path, name="more", version="")]).fit(model(SimCLR), data())
+    assert (tmp_path / "both" / "tensorboard").exists()
+    assert (tmp_path / "more" / "metrics.csv").exists()
+
+
+def test_a_run_ends_when_its_time_is_up_and_can_be_resumed(tmp_path: Path) -> None:
+    watching = Watching()
+    one = trainer(tmp_path, max_time={"seconds": 0}, callbacks=[watching])
+    one.fit(model(SimCLR), data())
+    assert len(one.history) == 1
+    assert any("time of 0:00:00 is up" in note for note in watching.notes)
+    two = trainer(tmp_path, max_time="00:01:00:00")
+    two.fit(model(SimCLR), data())
+    assert len(two.history) == 2
+
+
+def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
+    never = EarlyStopping("loss", patience=2, min_delta=1e9, mode="min")
+    one = trainer(tmp_path, max_rounds=9, callbacks=[never], evaluation=None)
+    one.fit(model(SimCLR), data())
+    assert len(one.history) == 3  # The first is the best; two more are waited for.
+    always = EarlyStopping("round", mode="max")
+    two = trainer(tmp_path, max_rounds=9, callbacks=[always], evaluation=None)
+    two.fit(model(SimCLR), data())
+    assert len(two.history) == 9
+
+
+def test_client_callbacks_are_those_of_every_client_s_trainer(tmp_path: Path) -> None:
+    class Counting(pl.Callback):
+        fits = 0
+
+        def on_fit_start(self, *_: Any) -> None:
+            self.fits += 1
+
+    counting = Counting()
+    trainer(tmp_path, client_callbacks=[counting]).fit(model(SimCLR), data())
+    assert counting.fits == 6
+
+
+def test_evaluating_before_fitting_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"call fit\(model, data\) first"):
+        trainer(tmp_path).evaluate()
+
+
+def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.name=rai .*serial or ray"):
+        trainer(tmp_path, engine=EngineOptions(name="rai")).fit(model(SimCLR), data())
+
+
+def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
+    class Mine(SimCLR):
+        """Not to be found by any import."""
+
+    seen: list[int] = []
+
+    class Look(RoundCallback):
+        def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+            seen.append(record.number)
+
+    settings = {"rounds": 1, "epochs": 1, "clients": 2, "run": {"root": str(tmp_path), "threads": THREADS}}
+    done = federate(
+        "", "backbone.name=resnet10", "backbone.width=4", "optim.batch_size=8",
+        method=Mine, data=arrays(), callbacks=[Look()], quiet=True, **settings,
+    )  # fmt: skip
+    assert seen == [1]
+    assert done.folder.name.startswith("arrays-")
+    assert done.encoder(torch.zeros(1, 3, 16, 16)).shape[0] == 1
+
+
+WITHOUT_WORDS = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[:2] in (["fedx_pl", "config"], ["fedx_pl", "cli"], ["fedx_pl", "api"]):
+            raise ImportError(f"{name} is of another floor")
+
+sys.meta_path.insert(0, Forbidden())
+import numpy as np, torch
+from fedx_pl import BYOL, Dirichlet, FederatedDataModule, FederatedTrainer, FedXMixin, resnet10
+
+class FedXBYOL(FedXMixin, BYOL): ...
+
+torch.set_num_threads(1)
+images = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
+labels = np.arange(60) % 3
+data = FederatedDataModule(
+    (images[:40], labels[:40]), test=(images[40:], labels[40:]),
+    partition=Dirichlet(clients=2, min_size=4), batch_size=8,
+)
+trainer = FederatedTrainer(max_rounds=1, local_epochs=1, default_root_dir=sys.argv[1])
+trainer.fit(FedXBYOL(resnet10(width=4)), data)
+trainer.evaluate()
+assert not [name for name in sys.modules if name.startswith(("fedx_pl.config", "fedx_pl.cli", "fedx_pl.api"))]
+"""
+
+
+def test_the_first_floor_works_without_those_above_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_WORDS, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "encoder.safetensors").exists()
