@@ -30,6 +30,7 @@ from fedx_pl.callbacks.early_stopping import EarlyStopping
 from fedx_pl.cli.main import main
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError
+from fedx_pl.evaluation.embedding import Geometry
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.evaluation.linear import LinearOptions
 from fedx_pl.federation.aggregate import AggregateOptions
@@ -270,6 +271,40 @@ def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
     two = trainer(tmp_path, max_rounds=9, callbacks=[always], evaluation=None)
     two.fit(model(SimCLR), data())
     assert len(two.history) == 9
+
+
+def test_an_evaluation_that_trains_clients_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """Its numbers stand beside those of the round, under names of their own."""
+    plain, measured = trainer(tmp_path / "plain"), trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)])
+    for one in (plain, measured):
+        one.fit(model(SimCLR), data())
+    assert same(weights(plain), weights(measured))
+    assert plain.evaluate() == measured.evaluate()
+    assert plain.history[-1]["rankme"] == measured.history[-1]["rankme"]
+    assert {"geometry_rankme", "geometry_clients", "local_global_mean"} <= measured.history[-1].keys()
+
+
+def test_a_trainer_fits_again_on_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = FederatedTrainer(max_rounds=1, local_epochs=1, evaluation=QUICK, enable_progress_bar=False, threads=THREADS)
+    one.fit(model(SimCLR), data())
+    first = one.folder
+    one.fit(model(SimCLR), data(test=arrays(2, 12)))
+    assert one.folder != first
+
+
+def test_a_refused_fit_leaves_nothing_to_evaluate(tmp_path: Path) -> None:
+    one = trainer(tmp_path, max_rounds=1)
+    one.fit(model(SimCLR), data())
+    with pytest.raises(UserError, match="another config"):
+        one.fit(model(SimCLR, tau=0.7), data())
+    with pytest.raises(UserError, match=r"call fit\(model, data\) first"):
+        one.evaluate()
+
+
+def test_several_of_one_callback_keep_their_own_state() -> None:
+    keys = {EarlyStopping("loss", mode="min").state_key, EarlyStopping("knn_top1").state_key}
+    assert len(keys) == 2
 
 
 def test_client_callbacks_are_those_of_every_client_s_trainer(tmp_path: Path) -> None:

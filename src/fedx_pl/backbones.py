@@ -71,7 +71,7 @@ def require_possible(options: BackboneOptions) -> None:
         raise UserError(
             f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
         )
-    if options.name in _STAGES or ":" in options.name:
+    if options.name in _STAGES:
         return
     if options.name not in BACKBONES:
         instead = known_names(options.name, list(BACKBONES), prefix="backbone.name=")

@@ -153,6 +153,7 @@ class FederatedTrainer(Attached):
         self.state = RunState()
         self.global_state = GlobalState(weights={})
         self._record: RoundRecord | None = None
+        self._holds_a_run = False
 
     # --- what to call -------------------------------------------------------------------------------------------------
 
@@ -183,12 +184,13 @@ class FederatedTrainer(Attached):
 
     def evaluate(self) -> dict[str, float]:
         """Accuracies of the model that `fit` has trained, in percent, by kNN and by a linear probe."""
-        if not hasattr(self, "evaluator"):
+        if not self._holds_a_run:
             raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
         return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
 
     def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
+        self._holds_a_run = False
         privacy.require_possible(self.privacy, self.regularizer)
         if self.threads:
             torch.set_num_threads(self.threads)
@@ -270,6 +272,7 @@ class FederatedTrainer(Attached):
             for callback in self.callbacks:
                 callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
                 callback.setup(self)
+            self._holds_a_run = True
             yield
 
     # --- who trains, and how ------------------------------------------------------------------------------------------

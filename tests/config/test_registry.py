@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -196,6 +198,24 @@ def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(parts: P
         return
     with pytest.raises(UserError, match=r"names code to be run, .*parts_of_mine:.*allow_code=true"):
         load(file)
+
+
+@pytest.mark.parametrize("key", ["data", "backbone"])
+def test_the_encoder_of_a_run_that_names_code_imports_none(tiny: list[str], modules: Path, key: str) -> None:
+    """In a process of its own, as a stranger's folder is exported."""
+    run = modules / "run"
+    assert main(["train", *tiny, f"run.dir={run}"]) == 0
+    (modules / "evil.py").write_text("print('IMPORTED')\ndef f(): ...\n")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree[key]["name"] = "evil:f"
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = subprocess.run(
+        [sys.executable, "-m", "fedx_pl", "export", str(run), "--to", "safetensors"],
+        cwd=modules, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "names code to be run" in done.stderr
+    assert "IMPORTED" not in done.stdout
 
 
 @pytest.mark.parametrize("kind", registry.KINDS, ids=lambda kind: kind.key)

@@ -52,6 +52,7 @@ class Dashboard(RoundCallback):
     def setup(self, trainer: FederatedTrainer) -> None:
         """Cuts off what was written after the last saved round: it comes again."""
         self.trainer = trainer
+        vars(self).pop("gallery", None)  # Of an earlier fit, on other images.
         self.writer = RunWriter(trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves)
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:

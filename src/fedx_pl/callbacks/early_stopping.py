@@ -29,6 +29,11 @@ class EarlyStopping(RoundCallback):
         self.best: float | None = None
         self.waited = 0
 
+    @property
+    def state_key(self) -> str:
+        """There may be several, for different numbers."""
+        return f"EarlyStopping({self.monitor}, {self.mode})"
+
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Looks at the number."""
         value = record.row.get(self.monitor)

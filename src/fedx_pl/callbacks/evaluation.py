@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fedx_pl.callbacks.base import RoundCallback
 
@@ -25,15 +26,22 @@ class EvaluationCallback(RoundCallback):
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Measures what is due."""
         started = time.perf_counter()
-        record.row |= self._measure(trainer, record.number)
+        record.row |= self._measure(trainer, record.number, record.row)
         seconds = time.perf_counter() - started
         record.row["evaluate_seconds"] = seconds
         record.row["round_seconds"] += seconds
 
-    def _measure(self, trainer: FederatedTrainer, round_number: int) -> dict[str, float]:
+    def _measure(
+        self, trainer: FederatedTrainer, round_number: int, row: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        row = row or {}
         found = trainer.evaluator.measure(trainer.model, trainer.device, round_number, rounds=trainer.max_rounds)
         for evaluation in trainer.evaluations if trainer.due(round_number)[0] else ():
             if trainer.evaluator.possible or not evaluation.needs_labels:
                 numbers = evaluation.measure(trainer, trainer.note)
-                found |= {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+                trainer.model.load_shared(trainer.global_state.weights)  # It may have trained clients.
+                for key, value in numbers.items():
+                    if isinstance(value, int | float):
+                        taken = key in found or key in row
+                        found[f"{type(evaluation).__name__.lower()}_{key}" if taken else key] = float(value)
         return found

@@ -36,8 +36,6 @@ from fedx_pl.provenance import foreign_code
 from fedx_pl.trainer import FederatedTrainer
 
 CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")
-_UNLABELLED = 10_000  # Without test images, the angles are measured on so many training images.
-_VIEWED = 2_000  # images that alignment looks at in two views
 
 Report = Callable[[str], None]
 Tick = Callable[[int, int], None]

@@ -111,8 +111,12 @@ def require_possible(config: Config) -> None:
     """Raises a `UserError` for what would fail later; it comes first, since fetching images takes minutes."""
     privacy.require_possible(config.privacy, config.regularizer.made())
     resolve_device(config.run.device)
-    backbones.require_possible(config.backbone)
+    if not is_foreign(BACKBONE, config.backbone.name):
+        backbones.require_possible(config.backbone)
     brought(config)
+    for kind, words in ((LOGGER, config.logger), (CALLBACK, config.callbacks)):
+        for word in words:
+            find(kind, word)
     method = find(METHOD, config.method.name)
     if method.configure_optimizers is SSLMethod.configure_optimizers or config.regularizer.name == "none":
         return
@@ -124,11 +128,10 @@ def require_possible(config: Config) -> None:
 
 
 def brought(config: Config) -> list[Any]:
-    """All classes and functions of a configuration that are not ours."""
-    words = [(kind, str(getattr(getattr(config, group), key))) for (group, key), kind in WORDS.items()]
+    """All classes and functions of a configuration that are not ours and decide its result."""
+    deciding = {where: kind for where, kind in WORDS.items() if kind is not ENGINE}
+    words = [(kind, str(getattr(getattr(config, group), key))) for (group, key), kind in deciding.items()]
     words += [(MIXIN, word) for word in config.mixins] + [(EVALUATION, word) for word in config.evaluation.also]
-    words += [(LOGGER, word) for word in config.logger if word != TENSORBOARD]
-    words += [(CALLBACK, word) for word in config.callbacks]
     return [find(kind, word) for kind, word in words if is_foreign(kind, word)]
 
 

@@ -145,7 +145,7 @@ def code_words(tree: Mapping[str, Any]) -> set[str]:
     words = [("method", parts.method), *(("mixins", word) for word in parts.mixins)]
     words += [(f"{group}.{key}", word) for group, key, word in parts.others]
     words += [("evaluation.also", word) for word in listed]
-    return {f"{key}={word}" for key, word in words if ":" in word}
+    return {f"{key}={word}" for key, word in words if ":" in word and not word.startswith("fedx_pl.")}
 
 
 def load(path: Path, trusted: Collection[str] = ()) -> Config:

@@ -35,7 +35,7 @@ def export(
     encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
     write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
-    return file, write(encoder, file, read_config(run))
+    return file, write(encoder, file, read_config(run, allow_code=allow_code))
 
 
 def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:

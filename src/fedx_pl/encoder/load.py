@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fedx_pl import backbones
 from fedx_pl.config.build import brought, make_model
-from fedx_pl.config.compose import from_tree, load
+from fedx_pl.config.compose import code_words, from_tree, load
 from fedx_pl.config.schema import Config
 from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
 from fedx_pl.data.sources import stored_channels, stored_side
@@ -84,7 +85,7 @@ class Encoder(nn.Module):
             allow_code: the run's backbone may be a class outside this package, whose module is then imported.
         """
         folder = Path(run)
-        config = read_config(folder)
+        config = read_config(folder, allow_code=allow_code)
         checkpoints = Checkpoints(folder)
         found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
         if found is None:
@@ -148,24 +149,38 @@ def value_range_of(run: Path) -> ValueRange | None:
     """What a run took for black and white in images of more than 8 bits per value; None if it had no such images."""
     file = run / VALUE_RANGE_FILE
     try:
-        bounds = json.loads(file.read_text()) if file.exists() else read_config(run).data.value_range
+        bounds = json.loads(file.read_text()) if file.exists() else _read_parts(run)["data"].get("value_range")
         low, high = map(float, bounds or (0, 0))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file} is not two numbers ({error})") from error
     return (low, high) if low < high else None
 
 
-def read_config(folder: Path) -> Config:
-    """What a run's configuration says of its network and images; its method may be anybody's code and is not read."""
+def read_config(folder: Path, *, allow_code: bool = False) -> Config:
+    """What a run's configuration says of its network and images; its method may be anybody's code and is not read.
+
+    Args:
+        folder: of the run.
+        allow_code: its images and backbone may be made by code outside this package, whose module is then imported.
+    """
+    parts = _read_parts(folder)
+    if not allow_code and (foreign := sorted(code_words(parts))):
+        raise UserError(
+            f"{folder} names code to be run, {foreign[0]}; if you trust it, add --allow-code (in Python, "
+            f"allow_code=True)"
+        )
+    return from_tree(parts | {"method": {"name": "simclr"}}, str(folder / "config.yaml"))
+
+
+def _read_parts(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     if not file.is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml; type runs/NAME")
     try:
         tree = yaml.safe_load(file.read_text())
-        parts = {key: tree[key] for key in ("data", "augment", "backbone")}
+        return {key: dict(tree[key]) for key in ("data", "augment", "backbone")}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
-    return from_tree(parts | {"method": {"name": "simclr"}}, str(file))
 
 
 def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code: bool) -> nn.Module:

@@ -114,7 +114,7 @@ class Job:
             return ["train", *self.overrides, "--yes"]  # Nobody is there to be asked.
         left = [kind for kind in self.evaluate if read_evaluation(self.folder, kind, self.config) is None]
         how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
-        if ":" in self.config.method.name:
+        if code_words(dataclasses.asdict(self.config)):
             how.append("allow_code=true")  # The sweep's own definition names it, and it has just trained.
         return ["evaluate", str(self.folder), left[0], *how] if left else None
 

@@ -38,7 +38,9 @@ def device_of(accelerator: str, devices: Sequence[int] | int | str) -> torch.dev
     """
     if accelerator not in ("auto", "cpu", "gpu", "cuda"):
         raise UserError(f'accelerator="{accelerator}" is not known; write accelerator="auto", "cpu" or "gpu"')
-    if accelerator in ("auto", "cpu"):
-        return resolve_device(accelerator)
-    number = devices[0] if isinstance(devices, Sequence) and not isinstance(devices, str) else 0
-    return resolve_device(f"cuda:{number}")
+    device = resolve_device("cuda" if accelerator in ("gpu", "cuda") else accelerator)
+    if device.type == "cpu" or isinstance(devices, int | str):
+        return device
+    if len(devices) != 1:
+        raise UserError(f"devices={list(devices)}: a process trains on one device; write e.g. devices=[0]")
+    return resolve_device(f"cuda:{devices[0]}")

@@ -86,7 +86,9 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     """Describes a run that is made from objects."""
     tree = _tree(trainer, model, data)
     content = flat(decisive(tree))
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    split = [rows.tolist() for rows in data.clients]
+    known = json.dumps([content, data.images.fingerprint, split], sort_keys=True, default=str)
+    digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     main: dict[str, float | str] = {
         "Data": data.options.name,
         "FedX": "true" if tree["fedx"]["enabled"] else "false",
