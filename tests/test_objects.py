@@ -186,6 +186,19 @@ def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: P
         trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), data())
 
 
+def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> None:
+    class Scaled(SimCLR):
+        def __init__(self, backbone: torch.nn.Module, scale: float, limit: int | None = None, **base: Any) -> None:
+            super().__init__(backbone, **base)
+            self.scale = scale
+
+    trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), data())
+    trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), data())
+    for changed in ({"scale": 3.0}, {"scale": 1.0, "limit": 4}):
+        with pytest.raises(UserError, match=r"arguments of Scaled changed since"):
+            trainer(tmp_path, max_rounds=1).fit(model(Scaled, **changed), data())
+
+
 def test_without_a_folder_the_run_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders = []

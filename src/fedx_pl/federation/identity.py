@@ -24,6 +24,7 @@ from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.errors import UserError
 from fedx_pl.federation.regularizers import REGULARIZERS
+from fedx_pl.files import checksum
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS
@@ -144,7 +145,16 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     made_by = (getattr(model.backbone, "made_by", None), data.loader, trainer.rule)
     for thing in (*map(type, parts), *made_by):
         code |= {} if thing is None else foreign_code.code_of(thing)
+    if not trainer.description.typed and (others := _other_arguments(model)):
+        code[f"arguments of {type(model).__name__}"] = checksum(repr(sorted(others.items())).encode())
     return Record(code, own_backbone(trainer.description, model, data))
+
+
+def _other_arguments(model: SSLMethod) -> dict[str, Any]:
+    """What a method was made with that no key can say: arguments without a plain default."""
+    known = {*hyper_parameters(type(model)), "optim", *MIXINS}
+    others = {name: value for name, value in model.hparams.items() if name not in known}
+    return {name: value for name, value in others.items() if isinstance(value, bool | int | float | str | tuple)}
 
 
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:
