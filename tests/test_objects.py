@@ -110,13 +110,14 @@ def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
     stopped.fit(model(), data())
     assert len(stopped.history) == 1
     resumed = trainer(tmp_path / "run", max_rounds=3, callbacks=[watching])
-    resumed.fit(model(seed=7), data())  # The weights that it is made with do not matter any more.
+    with pytest.warns(UserWarning, match="other first weights"):
+        resumed.fit(model(seed=7), data())  # The weights that it is made with do not matter any more.
     assert any("going on after round 1 of 3" in note for note in watching.notes)
     assert same(weights(whole), weights(resumed))
-    resumed.fit(model(seed=8), data())
+    with pytest.warns(UserWarning, match="began with other first weights than this model has"):
+        resumed.fit(model(seed=8), data())
     words = f'default_root_dir="ANOTHER", max_rounds=6, fork="{tmp_path / "run"}"'
-    assert watching.notes[-2].endswith(f"to train on, type {words}")
-    assert "began with other first weights than this model has" in watching.notes[-1]
+    assert watching.notes[-1].endswith(f"to train on, type {words}")
     assert same(weights(whole), weights(resumed))
 
 
@@ -197,6 +198,63 @@ def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> No
     for changed in ({"scale": 3.0}, {"scale": 1.0, "limit": 4}):
         with pytest.raises(UserError, match=r"arguments of Scaled changed since"):
             trainer(tmp_path, max_rounds=1).fit(model(Scaled, **changed), data())
+    evaluate = ["evaluate", str(tmp_path), "geometry", "allow_code=true"]
+    assert main(evaluate) != 0
+
+
+class Pull(FedProx):
+    def __init__(self, strength: float = 0.1, schedule: torch.Tensor | None = None) -> None:
+        super().__init__(mu=strength)
+        self.schedule = schedule
+
+
+class Slow(pl.Callback):
+    def __init__(self, factor: float) -> None:
+        self._factor, self.steps = factor, 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ({"regularizer": Pull(0.1)}, {"regularizer": Pull(0.2)}, "arguments of Pull"),
+        (
+            {"regularizer": Pull(0.1, torch.tensor([1.0, 0.5]))},
+            {"regularizer": Pull(0.1, torch.tensor([1.0, 0.25]))},
+            "arguments of Pull",
+        ),
+        ({"client_callbacks": [Slow(0.5)]}, {"client_callbacks": [Slow(0.25)]}, "arguments of Slow"),
+        ({}, {"client_callbacks": [Slow(0.5)]}, "arguments of Slow"),
+        ({}, {"client_callbacks": [pl.callbacks.LambdaCallback()]}, "arguments of LambdaCallback"),
+    ],
+)
+def test_parts_made_with_other_arguments_are_refused(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], what: str
+) -> None:
+    """Also if they keep them under another name, and although training changes what they count."""
+    one = trainer(tmp_path, max_rounds=1, **before)
+    one.fit(model(SimCLR), data())
+    one.fit(model(SimCLR), data())
+    trainer(tmp_path, max_rounds=1, **before).fit(model(SimCLR), data())
+    with pytest.raises(UserError, match=rf"{what} changed since"):
+        trainer(tmp_path, max_rounds=1, **after).fit(model(SimCLR), data())
+
+
+def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    def net(features: int, frozen: bool = False) -> torch.nn.Module:
+        layers = torch.nn.Conv2d(3, features, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        network = torch.nn.Sequential(*layers)
+        network.feature_dim = features  # type: ignore[assignment]
+        network[0].bias.requires_grad_(not frozen)
+        return network
+
+    trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), data())
+    with pytest.raises(UserError, match="frozen layers of the backbone changed since"):
+        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), data())
+    with pytest.raises(UserError, match=r'another network.*backbone\.0\.weight; type default_root_dir="ANOTHER"'):
+        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
 
 
 def test_without_a_folder_the_run_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

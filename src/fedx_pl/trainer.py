@@ -40,7 +40,7 @@ from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, U
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state
 from fedx_pl.federation.device import device_of, resolve_precision
-from fedx_pl.federation.identity import Identity, identity_of
+from fedx_pl.federation.identity import Identity, identity_of, made_with
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.federation.robust import make_rule
@@ -147,6 +147,7 @@ class FederatedTrainer(Attached):
         self.device = device_of(self.accelerator, self.devices)
         resolve_precision(self.precision, self.device)  # Refuses what this device cannot do.
         self.callbacks = all_callbacks(self)
+        self.made_with = made_with(self)
         self.should_stop = False
         self.excluded: list[int] = []  # clients that are not asked
         self.untrained_seconds = 0.0  # of measuring the untrained network

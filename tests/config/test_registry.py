@@ -181,6 +181,24 @@ def test_one_of_every_kind_from_outside_trains_from_the_command_line(
     assert Encoder.of(run, allow_code=True).backbone[0].out_channels == 5
 
 
+def test_a_run_on_images_of_one_s_own_is_where_a_sweep_and_a_dry_run_look_for_it(
+    parts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the images are like is known only when they are loaded; the folder's name does not depend on it."""
+    monkeypatch.chdir(parts)
+    words = [word for word in WORDS if word.startswith(("data", "federation", "run", "backbone"))]
+    words += ["backbone.hidden=3", "federation.rounds=1", "evaluation.linear.epochs=1", "method.hidden_dim=8"]
+    assert main(["train", *words]) == 0
+    (found,) = (parts / "runs").iterdir()
+    assert compose(words).run_folder.resolve() == found.resolve()
+    assert load(found / "config.yaml", trusted="*").hash == compose(words).hash
+    capsys.readouterr()
+    assert main(["train", *words]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert main(["data", "parts_of_mine:squares", "data.count=30"]) == 0
+    assert "parts_of_mine:squares: 12 x 12 pixels, 1 channel\ntrain: 15 images" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", [word for word in WORDS if ":" in word])
 def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(parts: Path, word: str) -> None:
     """Whatever kind of part it is; what belongs to a command alone is left out."""

@@ -186,6 +186,21 @@ def make_new(make_site: MakeSite) -> Site:
     return site
 
 
+def test_a_function_of_one_s_own_loads_the_images_of_a_site(make_site: MakeSite, modules: Path) -> None:
+    (modules / "scanner.py").write_text(
+        "import numpy as np\n"
+        "def scans(options, report, count: int = 10):\n"
+        "    side = options.image_size\n"
+        "    return np.zeros((options.count, side, side, 3), np.uint8), None\n"
+        "def small(options, report):\n"
+        "    return np.zeros((9, 8, 8, 3), np.uint8), None\n"
+    )
+    site = make_site("data=scanner:scans", "data.count=20")
+    assert site.answer(wire.HELLO, hello()).meta == {"site": "a", "images": 20}
+    told = error(make_site("data=scanner:small"), wire.HELLO, hello())
+    assert "images of 8 pixels and 3 channels, the coordinator's have 16 and 3" in told
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

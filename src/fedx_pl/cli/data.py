@@ -2,6 +2,7 @@
 
 import argparse
 
+from fedx_pl.config.build import load_images
 from fedx_pl.config.compose import compose
 from fedx_pl.data import sources
 
@@ -13,4 +14,4 @@ def run(options: argparse.Namespace) -> None:
         return
     # All of it: the limit of a profile is for training.
     config = compose([f"data={options.name}", "data.limit=0", *options.overrides])
-    print(sources.describe(sources.load(config.data, seed=config.seed)))
+    print(sources.describe(load_images(config)))

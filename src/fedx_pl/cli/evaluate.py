@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,7 +28,8 @@ from fedx_pl.config.schema import Config
 from fedx_pl.data import split_file
 from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.data.partition import Partition
-from fedx_pl.errors import UserError
+from fedx_pl.errors import Report, UserError
+from fedx_pl.evaluation.base import Tick
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.files import write_atomically
@@ -36,9 +37,6 @@ from fedx_pl.provenance import foreign_code
 from fedx_pl.trainer import FederatedTrainer
 
 CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")
-
-Report = Callable[[str], None]
-Tick = Callable[[int, int], None]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -165,6 +163,12 @@ def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) 
     if before is None and code:
         report(f"note: {folder} does not say which code trained it; it is measured with the code of today")
     changed = foreign_code.differing(before.modules, code) if before else []
+    if before and before.objects and train:
+        raise UserError(
+            f"geometry trains clients once more, and {folder} was made in Python with "
+            f"{', '.join(before.objects)}, which no key tells; give that trainer "
+            f"evaluations=[Geometry(EvaluationOptions())]"
+        )
     if not changed:
         return
     files = foreign_code.describe(changed)

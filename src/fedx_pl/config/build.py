@@ -31,12 +31,13 @@ from fedx_pl.config.registry import (
     is_foreign,
 )  # fmt: skip
 from fedx_pl.config.schema import TENSORBOARD, Config
+from fedx_pl.data import sources
 from fedx_pl.data.images import ARRAYS, DataOptions, ImageData
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.data.partition import Partition
 from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.engines import Engine
-from fedx_pl.errors import UserError
+from fedx_pl.errors import Report, UserError
 from fedx_pl.federation import privacy
 from fedx_pl.federation.device import resolve_device
 from fedx_pl.federation.identity import Identity, flat
@@ -48,8 +49,6 @@ from fedx_pl.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import GlobalState
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +140,7 @@ def make_data(
     """The images of a configuration, not loaded yet, or those that are there already."""
     return FederatedDataModule(
         config.data if images is None else images,
-        loader=find(DATA, config.data.name) if is_foreign(DATA, config.data.name) else None,
+        loader=_loader(config),
         partition=partition or config.partition.made(config.federation.clients),
         batch_size=config.optim.batch_size,
         augment=config.augment,
@@ -151,6 +150,16 @@ def make_data(
         seed=config.seed,
         report=report,
     )
+
+
+def load_images(config: Config, report: Report = print) -> ImageData:
+    """The images of a configuration, dealt to nobody."""
+    return sources.load(config.data, seed=config.seed, report=report, source=_loader(config))
+
+
+def _loader(config: Config) -> sources.Source | None:
+    """The function of the user's own that loads the images; None if the data set is one of ours."""
+    return find(DATA, config.data.name) if is_foreign(DATA, config.data.name) else None
 
 
 def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:

@@ -24,7 +24,6 @@ from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
 from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
 from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.federation.round import Lost, RoundContext, Update
-from fedx_pl.provenance import foreign_code
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
@@ -62,8 +61,9 @@ class RayEngine(Engine):
             with _undisturbed():
                 self.sizes = self._start()
             self._split = split_name(trainer.datamodule)
-            self._code = foreign_code.hash_of(type(trainer.model))
-            self._work = ray.put(Workload.of(trainer, threads=self.sizes.threads, gpu=bool(self.sizes.gpus)).packed())
+            work = Workload.of(trainer, threads=self.sizes.threads, gpu=bool(self.sizes.gpus))
+            self._code = work.code()
+            self._work = ray.put(work.packed())
             self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
         except BaseException:
             self.close()
@@ -180,8 +180,9 @@ class RayEngine(Engine):
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
-                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} than this process; "
-                f"give all machines the same files, and do not edit them while a run trains"
+                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__}, or of "
+                f"its callbacks than this process; give all machines the same files, and do not edit them while a "
+                f"run trains"
             )
 
     def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:

@@ -49,6 +49,11 @@ class Workload(NamedTuple):
         """The trainer's own model and images."""
         return cls(trainer.model, trainer.datamodule, trainer.local_settings(), threads=threads, gpu=gpu)
 
+    def code(self) -> str:
+        """A hash of the code that is not this package's: of the method and of what acts on its training."""
+        parts = (self.model, self.settings["regularizer"], *self.settings["callbacks"])
+        return foreign_code.hash_of(*map(type, parts))
+
     def packed(self) -> bytes:
         """Bytes for another process. Classes of a notebook travel in them, those of modules are imported there."""
         from ray import cloudpickle
@@ -92,7 +97,7 @@ class Worker:
             paths: where the driver finds modules, such as the user's own method.
 
         Returns:
-            The `split_name` of what it found, the hash of the method's code, and which process it is.
+            The `split_name` of what it found, the hash of the code, and which process it is.
         """
         sys.path += [path for path in paths if path not in sys.path]
         if os.path.isdir(folder):
@@ -112,8 +117,7 @@ class Worker:
         if not self.work.gpu:
             keep_freed_memory()
         self.trainer = LocalTrainer(self.work.model, device=self.device, **self.work.settings)
-        code = foreign_code.hash_of(type(self.work.model))
-        return split_name(self.work.data), code, f"process {os.getpid()} on {machine}"
+        return split_name(self.work.data), self.work.code(), f"process {os.getpid()} on {machine}"
 
     def train(
         self, context: RoundContext, state: Packed, client: int, counters: ClientMemory | None, kept: Packed

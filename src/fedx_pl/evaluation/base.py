@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fedx_pl.errors import Report
     from fedx_pl.evaluation.evaluate import EvaluationOptions
     from fedx_pl.evaluation.scores import Scores
     from fedx_pl.trainer import FederatedTrainer
 
-Report = Callable[[str], None]
 Tick = Callable[[int, int], None]
 
 

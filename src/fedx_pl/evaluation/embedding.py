@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import Report, UserError
 from fedx_pl.evaluation import geometry
-from fedx_pl.evaluation.base import Evaluation, Report, Tick, counter
+from fedx_pl.evaluation.base import Evaluation, Tick, counter
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.seeding import derive
 

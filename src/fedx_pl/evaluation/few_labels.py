@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fedx_pl.errors import Report
 from fedx_pl.evaluation import finetune
-from fedx_pl.evaluation.base import Evaluation, Report, Tick, counter, details
+from fedx_pl.evaluation.base import Evaluation, Tick, counter, details
 from fedx_pl.seeding import derive
 
 if TYPE_CHECKING:

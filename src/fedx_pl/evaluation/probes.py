@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fedx_pl.evaluation.base import Evaluation, Report, Tick, details, rounded
+from fedx_pl.errors import Report
+from fedx_pl.evaluation.base import Evaluation, Tick, details, rounded
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from fedx_pl.data.module import FederatedDataModule
     from fedx_pl.methods.base import SSLMethod
     from fedx_pl.trainer import FederatedTrainer
+
+# Of objects as the first trainer got them: training may change them.
+_SEEN: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 
 PYTHON = "python"  # the profile and the recipe of a run that was made from objects
 
@@ -121,8 +125,10 @@ def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
     # For a folder the root says which images, for the others only where they lie.
     if content["data"]["name"] != "folder":
         content["data"].pop("root", None)
-    if content["data"]["name"] in SOURCES and content["data"]["name"] not in RESIZED:
+    if content["data"]["name"] not in RESIZED:
         content["data"].pop("image_size", None)
+    if content["data"]["name"] not in SOURCES:  # Known only when they are loaded; the images have a fingerprint.
+        content["data"].pop("grayscale", None)
     return content
 
 
@@ -145,16 +151,40 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     made_by = (getattr(model.backbone, "made_by", None), data.loader, trainer.rule)
     for thing in (*map(type, parts), *made_by):
         code |= {} if thing is None else foreign_code.code_of(thing)
-    if not trainer.description.typed and (others := _other_arguments(model)):
-        code[f"arguments of {type(model).__name__}"] = checksum(repr(sorted(others.items())).encode())
-    return Record(code, own_backbone(trainer.description, model, data))
+    told = trainer.description
+    objects = {} if told.typed else trainer.made_with | _beyond_keys(model)
+    return Record(code, own_backbone(told, model, data), objects)
 
 
-def _other_arguments(model: SSLMethod) -> dict[str, Any]:
-    """What a method was made with that no key can say: arguments without a plain default."""
+def made_with(trainer: FederatedTrainer) -> dict[str, str]:
+    """Hashes of the arguments of what acts on the clients' training and is not ours, by what they are."""
+    found: dict[str, list[str]] = {}
+    for part in (trainer.regularizer, *trainer.client_callbacks, *trainer.evaluations):
+        if type(part) not in REGULARIZERS.values():
+            if part not in _SEEN:
+                _SEEN[part] = foreign_code.hash_of_values(_arguments(part))
+            found.setdefault(f"arguments of {type(part).__name__}", []).append(_SEEN[part])
+    return {name: checksum(repr(hashes).encode()) for name, hashes in found.items()}
+
+
+def _arguments(part: object) -> dict[str, Any]:
+    """What an object keeps of its arguments: by their names, or if one has another name, all that it keeps."""
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    signature = inspect.signature(type(part)).parameters.values()
+    wanted = [parameter.name for parameter in signature if parameter.kind in named]
+    kept = {name: value for name, value in vars(part).items() if not isinstance(value, torch.nn.Module)}
+    found = {name: kept[key] for name in wanted for key in (name, f"_{name}") if key in kept}
+    return found if len(found) == len(wanted) else kept
+
+
+def _beyond_keys(model: SSLMethod) -> dict[str, str]:
+    """Hashes of what no key can say of a model: arguments without a plain default, and layers that do not learn."""
     known = {*hyper_parameters(type(model)), "optim", *MIXINS}
     others = {name: value for name, value in model.hparams.items() if name not in known}
-    return {name: value for name, value in others.items() if isinstance(value, bool | int | float | str | tuple)}
+    plain = {name: value for name, value in others.items() if isinstance(value, bool | int | float | str | tuple)}
+    frozen = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
+    found = {f"arguments of {type(model).__name__}": sorted(plain.items()), "frozen layers of the backbone": frozen}
+    return {name: checksum(repr(content).encode()) for name, content in found.items() if content}
 
 
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
             _require_space(trainer)
         if found is not None and found[0].config not in ("", told.hash):
             raise UserError(f"the newest checkpoint in {folder} is of another run; type {told.another()}")
+        if found is not None:
+            _require_fitting(trainer, found[1], str(folder), instead=f"type {told.another()}")
         started = found or (RunState(), _first_state(trainer))
         if found is None and (foreign_code.read_record(folder) or Record()) != code:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
@@ -84,9 +87,10 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
             f"type {_elsewhere(trainer, more)}"
         )
     if found is not None and not told.typed and _began_otherwise(trainer):
-        trainer.note(
+        warnings.warn(
             f"{folder} began with other first weights than this model has, which do not count any more; "
-            f"{told.another()} starts anew from them"
+            f"{told.another()} starts anew from them",
+            stacklevel=4,
         )
     return held, started
 
@@ -129,19 +133,29 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     """Freshly made weights, or those of the run that this one forks."""
     first, fork, folder = trainer.first_state(), str(trainer.fork), trainer.folder
     if (folder / FORK).exists() and (fork or not trainer.description.typed):
-        return GlobalState.from_tensors(load_file(folder / FORK))
+        state = GlobalState.from_tensors(load_file(folder / FORK))
+        _require_fitting(trainer, state, str(folder), instead=f"type {trainer.description.another()}")
+        return state
     if not fork:
         return first
     found = Checkpoints(Path(fork)).latest(mend=False)
     if found is None:
         raise UserError(f"fork={fork} holds no checkpoint; it must be the folder of a run")
-    shapes = [
-        {name: (tensor.shape, tensor.dtype) for name, tensor in state.tensors().items()} for state in (first, found[1])
-    ]
-    if shapes[0] != shapes[1]:
-        raise UserError(f"fork={fork} has another network or method; its weights do not fit")
+    _require_fitting(trainer, found[1], f"fork={fork}", instead="take the same backbone and method")
     trainer.note(f"starting from the weights of round {found[0].round} of {fork}")
     return found[1]
+
+
+def _require_fitting(trainer: FederatedTrainer, state: GlobalState, where: str, instead: str) -> None:
+    """Raises a `UserError` if a state is not one of this model."""
+    shapes, own = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in one.tensors().items()}
+        for one in (state, trainer.first_state())
+    )
+    if differing := [name for name in own | shapes if shapes.get(name) != own.get(name)]:
+        raise UserError(
+            f"{where} has another network or method: its weights do not fit, e.g. {differing[0]}; {instead}"
+        )
 
 
 def _require_space(trainer: FederatedTrainer) -> None:
@@ -180,10 +194,14 @@ def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
     """The same command may run a method that was edited since."""
     folder, told = trainer.folder, trainer.description
     before = foreign_code.read_record(folder)
+    if before is None and not told.typed:
+        before = Record()  # There is none if all of it is ours.
     if before is None and not code.modules:
         return
     if before is None:
         what = f"does not say which code trained it, and {foreign_code.describe([*code.modules])} may have changed"
+    elif changed := foreign_code.differing(before.objects, code.objects):
+        what = f"was trained with other objects: {', '.join(changed)} changed since"
     elif changed := foreign_code.differing(before.modules, code.modules):
         what = f"was trained with other code: {foreign_code.describe(changed)} changed since"
     else:

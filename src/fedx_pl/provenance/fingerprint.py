@@ -9,7 +9,7 @@ import copyreg
 import dis
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -49,11 +49,12 @@ class Rules(NamedTuple):
 
 def fingerprint(thing: Definition, rules: Rules) -> str:
     """The SHA-256 of a class or function; what it refers to counts by the labels that ``rules`` gives."""
-    digest = hashlib.sha256()
-    parts = _class_parts(thing) if isinstance(thing, type) else _function_parts(thing)
-    for line in _lines(parts, rules, {}):
-        digest.update(f"{line}\n".encode())
-    return digest.hexdigest()
+    return _hash(_class_parts(thing) if isinstance(thing, type) else _function_parts(thing), rules)
+
+
+def fingerprint_of_values(values: Mapping[str, object], rules: Rules) -> str:
+    """The SHA-256 of values by name."""
+    return _hash(sorted(values.items()), rules)
 
 
 def is_transparent(kind: type) -> bool:
@@ -75,6 +76,13 @@ def imported_by(code: CodeType) -> Iterator[str]:
             yield base
         elif step.opname == "IMPORT_FROM":
             yield f"{base}.{step.argval}"
+
+
+def _hash(parts: Sequence[object], rules: Rules) -> str:
+    digest = hashlib.sha256()
+    for line in _lines(parts, rules, {}):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
 
 
 def _lines(parts: Sequence[object], rules: Rules, seen: dict[int, tuple[int, object]]) -> Iterator[str]:

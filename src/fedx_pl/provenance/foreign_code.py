@@ -29,6 +29,7 @@ from fedx_pl.provenance.fingerprint import (
     Part,
     Rules,
     fingerprint,
+    fingerprint_of_values,
     held_by,
     imported_by,
     is_transparent,
@@ -44,11 +45,13 @@ class Record:
 
     modules: Code = field(default_factory=dict)
     backbone: str = ""  # the class of a backbone that the method brought; empty: the configuration's
+    objects: Code = field(default_factory=dict)  # likewise, what a run was given in Python that no key can say
 
     @property
     def hash(self) -> str:
         """Sixteen digits for result files; empty if all code is this package's."""
-        return checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
+        content = self.modules | self.objects
+        return checksum(json.dumps(content, sort_keys=True).encode())[:16] if content else ""
 
 
 def read_record(folder: Path) -> Record | None:
@@ -56,7 +59,8 @@ def read_record(folder: Path) -> Record | None:
     try:
         content = json.loads((folder / FILE).read_text())
         modules = {str(name): str(sha256) for name, sha256 in content["modules"].items()}
-        return Record(modules, str(content["backbone"]))
+        objects = {str(name): str(sha256) for name, sha256 in content.get("objects", {}).items()}
+        return Record(modules, str(content["backbone"]), objects)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -95,6 +99,13 @@ def hash_of(*things: Any) -> str:
     return Record(code_of(*things)).hash
 
 
+def hash_of_values(values: Mapping[str, object]) -> str:
+    """A hash that is the same in every process: of numbers, tensors, functions and objects by name."""
+    walk = _Walk(homes=set())
+    content = fingerprint_of_values(values, walk.rules)
+    return checksum(json.dumps([content, walk.run([])]).encode())
+
+
 def file_of(name: str) -> Path | None:
     """The file of a module, also of one that is not imported; None for a class or function without a file."""
     return _locate(name).file
@@ -121,15 +132,15 @@ class _Walk:
         # Classes and functions without a file and their names, by id.
         self._named: dict[int, tuple[str, Definition]] = {}
         self._waiting: deque[Definition] = deque()
+        self.rules = Rules(self._refer, self._is_opaque)
 
     def run(self, classes: Sequence[Definition]) -> Code:
         """The code of some classes or functions, and all that it leads to."""
-        rules = Rules(self._refer, self._is_opaque)
         for kind in classes:
             self._refer(kind)
         while self._waiting:
             thing = self._waiting.popleft()
-            self.found[self._named[id(thing)][0]] = fingerprint(thing, rules)
+            self.found[self._named[id(thing)][0]] = fingerprint(thing, self.rules)
             for name in imported_by(thing.__code__) if isinstance(thing, FunctionType) else ():
                 self._visit_module(name)
         return dict(sorted(self.found.items()))

@@ -21,9 +21,8 @@ import torch
 from safetensors.torch import load
 
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.build import build
+from fedx_pl.config.build import build, load_images
 from fedx_pl.config.schema import Config
-from fedx_pl.data import sources
 from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
@@ -58,7 +57,8 @@ def offer(config: Config, channels: int, side: int, value_range: Sequence[float]
     data = {"image_size": side, "grayscale": channels == 1, "mean": whole["data"]["mean"], "std": whole["data"]["std"]}
     if bounds := list(value_range or config.data.value_range):
         data["value_range"] = bounds
-    return {key: whole[key] for key in SHARED} | {"data": data}
+    told = {key: whole[key] for key in SHARED if key != "mixins" or config.mixins}  # Older sites do not know that key.
+    return told | {"data": data}
 
 
 class NotGreeted(BadMessage):
@@ -119,12 +119,18 @@ class Site:
     def _prepare(self, run: str, tree: dict[str, Any]) -> None:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
-        data = sources.load(config.data, seed=config.seed, report=self.report)
+        data = load_images(config, self.report)
         if data.value_range and not config.data.value_range:
             # Left to itself each site would take its own range, and one value would mean different things.
             raise UserError(
                 "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
                 "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
+            )
+        shape, wanted = data.train.images.shape[1:], (config.data.image_size, 1 if config.data.grayscale else 3)
+        if (shape[0], shape[2]) != wanted:
+            raise UserError(
+                f"data={config.data.name} gives this site images of {shape[0]} pixels and {shape[2]} channels, the "
+                f"coordinator's have {wanted[0]} and {wanted[1]}; it is asked for data.image_size and data.grayscale"
             )
         self.rows = np.arange(len(data.train.images))
         self.run = build(config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients))

@@ -18,9 +18,9 @@ import numpy as np
 
 from fedx_pl.data.images import DataOptions, ImageData, Split, root_folder
 from fedx_pl.data.sources.cache import fingerprint
-from fedx_pl.data.sources.decode import Report, decode, printable
+from fedx_pl.data.sources.decode import decode, printable
 from fedx_pl.data.sources.survey import survey
-from fedx_pl.errors import UserError
+from fedx_pl.errors import Report, UserError
 
 SIDES = {"folder": 96, "imagenet10": 256}  # in pixels, where data.image_size is 0
 

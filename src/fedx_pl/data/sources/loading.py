@@ -32,12 +32,10 @@ from fedx_pl.data.sources.fetch import FetchError
 from fedx_pl.data.sources.formats import FormatError, one_line
 from fedx_pl.data.sources.named import Layout, NamedSet, RawSet
 from fedx_pl.data.sources.survey import number
-from fedx_pl.errors import UserError, known_names
+from fedx_pl.errors import Report, UserError, known_names
 from fedx_pl.seeding import derive
 
 __all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
-
-Report = Callable[[str], None]
 
 Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays
 
@@ -64,8 +62,10 @@ def load(options: DataOptions, seed: int = 0, report: Report = print, *, source:
         return replace(_subset(found, options, seed), options=options)
     data = found if isinstance(found, ImageData) else of_arrays(*_pairs(found))
     _, side, _, channels = data.train.images.shape
-    mean, std = normalization(options.mean, options.std, channels)
-    told = replace(options, image_size=side, grayscale=channels == 1, mean=list(mean), std=list(std))
+    told = replace(options, image_size=side, grayscale=channels == 1)
+    if channels not in (1, 3):  # Then how many there are is told by the mean.
+        mean, std = normalization(options.mean, options.std, channels)
+        told = replace(told, mean=list(mean), std=list(std))
     fingerprint = cache.fingerprint_of(data.train, data.test)
     return replace(_subset(replace(data, fingerprint=fingerprint), options, seed), name=options.name, options=told)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
 from fedx_pl.data.sources import cache
-from fedx_pl.data.sources.decode import Report, batches, cached, key_of, printable, run
+from fedx_pl.data.sources.decode import batches, cached, key_of, printable, run
 from fedx_pl.data.sources.image_files import Facts, survey_batch
+from fedx_pl.errors import Report
 
 Parts = Sequence[tuple[Path, Sequence[str]]]
 
