@@ -19,7 +19,7 @@ def whole(setting: Setting) -> Part:
     """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
     images, epochs = setting.few(10_000, 640), setting.few(100, 5)
     size = [f"data.limit={images}", f"data.test_limit={images}", "federation.clients=5", "federation.rounds=1"]
-    size += ["federation.epochs=1", f"evaluation.linear.epochs={epochs}"]
+    size += ["federation.epochs=1", f"evaluation.linear.epochs={epochs}", "evaluation.labels=limit"]
     fedx = [name for name in VARIANTS if name != "plain"]
     runs = {name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True) for name in fedx}
     rival, test = reference.Reference(runs["FedX"]), runs["FedX"].data.images.test

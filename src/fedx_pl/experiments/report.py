@@ -92,7 +92,8 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
         return
     seeds = sorted({result.seed for result in runs})
     shown = f"{len(runs)} {_plural('run', runs)} of {len(used)} {_plural('experiment', used)} at profile "
-    scale = _together(runs, "federation.rounds", "rounds of", "federation.epochs", "local epochs")
+    rounds, epochs = _values(runs, "federation.rounds"), _values(runs, "federation.epochs")
+    scale = f"{rounds} rounds of {epochs} local epoch{'' if epochs == '1' else 's'}"
     machine = "; ".join(sorted({result.machine for result in runs}))
     text = (
         f": {_plural('seed', seeds)} {', '.join(map(str, seeds))}; {scale}; {_hours(runs)} of wall time, summed "
@@ -353,14 +354,10 @@ def _unique(used: Sequence[Runs]) -> list[Result]:
     return list({result.hash: result for one in used for cell in one.found for result in one.of(cell)}.values())
 
 
-def _together(runs: Sequence[Result], *words: str) -> str:
-    """Keys replaced by their values, as ranges where these differ."""
-
-    def value(word: str) -> str:
-        values = sorted({result.config[word] for result in runs})
-        return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-    return " ".join(value(word) if "." in word else word for word in words)
+def _values(runs: Sequence[Result], key: str) -> str:
+    """The value of a key, or the range of its values where they differ."""
+    values = sorted({result.config[key] for result in runs})
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
 def _hours(runs: Sequence[Result]) -> str:

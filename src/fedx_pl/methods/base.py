@@ -350,12 +350,6 @@ class SSLMethod(pl.LightningModule):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
 
-    def transfer_batch_to_device(self, batch: Views, device: torch.device, dataloader_idx: int) -> Views:
-        """Batches of a federation are made on the training device: then there is nothing to move."""
-        if batch.stacked.device == device:
-            return batch
-        return Views(batch.stacked.to(device), batch.rows.to(device))
-
 
 def mlp(
     in_dim: int, hidden_dim: int, out_dim: int, *, batchnorm: bool = False, standardised: bool = False
