@@ -73,7 +73,7 @@ _ARGUMENTS = {
     "partition.kind=classes": "partition=ClassesPerClient()", "partition.kind=quantity": "partition=QuantitySkew()",
     "partition.kind=folders": "partition=Folders()",
 }  # fmt: skip
-_KEY = re.compile(r"(?<![\w./-])(federation|run|data|optim|partition)\.([a-z]\w*)(=[a-z]+\b)?")
+_KEY = re.compile(r"(?<![\w./=\"'-])(federation|run|data|optim|partition)\.([a-z]\w*)(=[a-z]+\b)?")
 
 
 def _as_arguments(message: str) -> str:

@@ -23,7 +23,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
 
-from fedx_pl import engines
+from fedx_pl import arguments, engines
+from fedx_pl.arguments import speaks_of_arguments
 from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.built_in import all_callbacks
@@ -39,7 +40,6 @@ from fedx_pl.federation.attached import Attached
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state
-from fedx_pl.federation.device import device_of, resolve_precision
 from fedx_pl.federation.identity import Identity, identity_of
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
@@ -129,23 +129,10 @@ class FederatedTrainer(Attached):
     identity: Identity | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_rounds", "local_epochs", "min_clients", "keep"):
-            require(name, value := getattr(self, name), value >= 1, instead=f"{name}=1 or more")
-        sampled = self.clients_per_round
-        possible = sampled >= 1 if isinstance(sampled, int) else 0 < sampled <= 1
-        require("clients_per_round", sampled, possible, instead="a number, or a share in (0, 1], e.g. 0.5")
-        require(
-            "batchnorm",
-            self.batchnorm,
-            self.batchnorm in ("average", "local"),
-            instead='batchnorm="average" or "local"',
-        )
-        self.aggregate.require_possible(self.min_clients)
+        arguments.settle(self)
         if self.fast_dev_run:
             self.max_rounds = self.local_epochs = 1
             self.clients_per_round, self.evaluation, self.logger = 2, None, False
-        self.device = device_of(self.accelerator, self.devices)
-        resolve_precision(self.precision, self.device)  # Refuses what this device cannot do.
         self.callbacks = all_callbacks(self)
         self.should_stop = False
         self.excluded: list[int] = []  # clients that are not asked
@@ -157,12 +144,13 @@ class FederatedTrainer(Attached):
 
     # --- what to call -------------------------------------------------------------------------------------------------
 
+    @speaks_of_arguments
     def fit(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """Trains to the last round; everything of a finished round is on disk before the next begins.
 
         Args:
             model: holds the first weights; at the end, those of the last round.
-            data: the clients' images.
+            data: the clients' images; what is no `FederatedDataModule` is made one.
 
         Raises:
             UserError: the run folder holds another run, or something cannot be done; it says what to do instead.
@@ -188,6 +176,7 @@ class FederatedTrainer(Attached):
             raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
         return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
 
+    @speaks_of_arguments
     def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
         self._holds_a_run = False
@@ -196,7 +185,9 @@ class FederatedTrainer(Attached):
             torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
+        data = arguments.matched(self, model, data)
         data.setup()
+        arguments.require_fitting_network(model, data)
         self.model, self.datamodule = model, data
         self.evaluator = Evaluator(
             self.evaluation or EvaluationOptions(), data.images, data.augment.plain, seed=self.seed

@@ -22,6 +22,7 @@ import torch
 from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
+from fedx_pl.backbones import with_feature_dim
 from fedx_pl.errors import UserError, require
 from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.provenance import loaded_code
@@ -174,7 +175,8 @@ class SSLMethod(pl.LightningModule):
         """Makes the online network.
 
         Args:
-            backbone: maps images to (n, ``backbone.feature_dim``).
+            backbone: maps images to (n, ``backbone.feature_dim``), which is found by a forward pass if it is not
+                there.
             hidden_dim: hidden units of the projector.
             embed_dim: dimensions of ``z``.
             optim: optimiser settings; the paper's by default.
@@ -183,7 +185,7 @@ class SSLMethod(pl.LightningModule):
         self.save_hyperparameters(ignore=["backbone"])  # Those of subclasses, too: Lightning looks at their frames.
         require("method.hidden_dim", hidden_dim, hidden_dim >= 1, instead="method.hidden_dim=256")
         require("method.embed_dim", embed_dim, embed_dim >= 1, instead="method.embed_dim=256")
-        self.feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
+        self.feature_dim = int(with_feature_dim(backbone).feature_dim)  # type: ignore[arg-type]
         self.hidden_dim, self.embed_dim = hidden_dim, embed_dim
         self.optim = optim or OptimOptions()
         self.backbone = backbone
