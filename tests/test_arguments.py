@@ -35,6 +35,7 @@ from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import Median
+from fedx_pl.federation.round import RoundRecord
 
 LABELS = np.arange(24) % 2
 IMAGES = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), dtype=np.uint8)
@@ -225,3 +226,93 @@ def test_a_backbone_for_images_of_another_size_is_refused(tmp_path: Path) -> Non
     ):
         trainer(tmp_path / "run").fit(model(fixed), data())
     assert not (tmp_path / "run").exists()
+
+
+class Adding(RoundCallback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+        record.row["mine"] = self.value
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0), np.float32(2.0), np.array(2.0), [np.int64(2)]])
+def test_a_number_of_torch_or_numpy_in_the_row_is_a_number(tmp_path: Path, value: Any) -> None:
+    seen: list[Any] = []
+
+    class Seeing(CSVLogger):
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+            seen.append(metrics.get("mine"))
+
+    one = trainer(tmp_path / "run", callbacks=Adding(value), logger=Seeing(tmp_path))
+    one.fit(model(), data())
+    expected = [2] if isinstance(value, list) else 2.0
+    assert one.history[0]["mine"] == expected
+    assert type(one.history[0]["mine"]) is type(expected)
+    assert (seen[-1] == 2.0) == (expected == 2.0)
+
+
+def test_what_is_no_number_in_the_row_is_refused_with_its_key_and_nothing_is_saved(tmp_path: Path) -> None:
+    message = r"record\.row, as Adding left it, has 'mine': a Tensor of shape \(3,\).* float\(value\)"
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path, callbacks=Adding(torch.zeros(3))).fit(model(), data())
+    assert not (tmp_path / "checkpoints").exists()
+    one = trainer(tmp_path, callbacks=Adding(1.0))
+    one.fit(model(), data())  # It goes on as if nothing had been.
+    assert one.history[0]["mine"] == 1.0
+
+
+class Stateful(RoundCallback):
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+def test_a_state_that_does_not_fit_in_json_is_refused_with_the_callback_and_the_key(tmp_path: Path) -> None:
+    for state, message in (
+        ({"fine": 1, "mean": torch.zeros(2)}, r"state_dict\(\) of the callback Stateful has 'mean': a Tensor of shape"),
+        ({"seen": {1, 2}}, r"the callback Stateful has 'seen': a set"),
+        (None, r"the callback Stateful returns None; return a dict"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trainer(tmp_path, callbacks=Stateful(state)).fit(model(), data())
+        assert not list((tmp_path / "checkpoints").glob("*")) if (tmp_path / "checkpoints").exists() else True
+    one = trainer(tmp_path, callbacks=Stateful({"best": torch.tensor(3)}))
+    one.fit(model(), data())
+    assert one.state.callbacks["Stateful"] == {"best": 3}
+
+
+class Told(RoundCallback):
+    def __init__(self) -> None:
+        self.told: list[BaseException] = []
+
+    def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
+        self.told.append(exception)
+
+
+@pytest.mark.parametrize("hook", ["setup", "load_state_dict", "on_fit_start", "on_exception"])
+def test_a_callback_that_raises_does_not_keep_others_from_being_told(tmp_path: Path, hook: str) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("mine")
+
+    failing, before = Adding(1.0), Told()
+    setattr(failing, hook, fail)
+    stopping = Adding(torch.zeros(2)) if hook == "on_exception" else Adding(1.0)
+    one = trainer(tmp_path, callbacks=[before, failing, stopping], logger=True)
+    with pytest.raises(RuntimeError, match="mine"):
+        one.fit(model(), data())
+    assert len(before.told) == 1
+    delattr(failing, hook)
+    failing.value = stopping.value = 1.0
+    one.fit(model(), data())
+    assert len(one.history) == 1
+
+
+def test_early_stopping_says_when_its_number_was_never_there(tmp_path: Path) -> None:
+    watching = Watching()
+    trainer(tmp_path, callbacks=[EarlyStopping("knn_top2"), watching]).fit(model(), data())
+    assert any("has waited for knn_top2, which no round had; there is loss" in note for note in watching.notes)
+    with pytest.raises(UserError, match=r"mode='maximum' is not possible"):
+        EarlyStopping(mode="maximum")

@@ -26,7 +26,7 @@ from pytorch_lightning.loggers import Logger
 from fedx_pl import arguments, engines
 from fedx_pl.arguments import speaks_of_arguments
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.base import RoundCallback, kept_state
 from fedx_pl.callbacks.built_in import all_callbacks
 from fedx_pl.callbacks.health import Health, HealthOptions
 from fedx_pl.engines import Engine, EngineOptions
@@ -158,6 +158,7 @@ class FederatedTrainer(Attached):
         self.attach(model, data)
         with self._open():
             try:
+                self._set_up()
                 with closing(self._make_engine()) as self.workplace:
                     model.load_shared(self.global_state.weights)
                     self._call("on_fit_start")
@@ -167,7 +168,9 @@ class FederatedTrainer(Attached):
                     self.unfinished.clear()
                     self._call("on_fit_end")
             except BaseException as exception:
-                self._call("on_exception", exception)
+                with ExitStack() as all_told:  # Each is told, whatever another does.
+                    for callback in reversed(self._ready):
+                        all_told.callback(callback.on_exception, self, exception)
                 raise
 
     def evaluate(self) -> dict[str, float]:
@@ -229,7 +232,7 @@ class FederatedTrainer(Attached):
             untrained=self.state.untrained,
             clients={**self.state.clients, **saved},
             seconds=self.state.seconds + record.row["round_seconds"],
-            callbacks={callback.state_key: callback.state_dict() for callback in self.callbacks},
+            callbacks={callback.state_key: kept_state(callback) for callback in self.callbacks},
             config=self.description.hash,
         )
         self.checkpoints.commit(self.state, self.global_state)
@@ -260,11 +263,15 @@ class FederatedTrainer(Attached):
             lock, (self.state, global_state) = open_run(self)
             closing_all.enter_context(lock)
             self.global_state = global_state.to(self.device)
-            for callback in self.callbacks:
-                callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
-                callback.setup(self)
-            self._holds_a_run = True
             yield
+
+    def _set_up(self) -> None:
+        self._ready: list[RoundCallback] = []
+        for callback in self.callbacks:
+            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+            callback.setup(self)
+            self._ready.append(callback)
+        self._holds_a_run = True
 
     # --- who trains, and how ------------------------------------------------------------------------------------------
 

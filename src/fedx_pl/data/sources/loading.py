@@ -59,10 +59,20 @@ def load(options: DataOptions, seed: int = 0, report: Report = print, *, source:
         UserError: nothing usable was found, or an option makes no sense.
     """
     _check(options, known=source is not None)
-    found = (source or SOURCES[options.name])(options, report)
     if source is None:
+        found = SOURCES[options.name](options, report)
         assert isinstance(found, ImageData)
         return replace(_subset(found, options, seed), options=options)
+    try:
+        found = source(options, report)
+    except UserError:
+        raise
+    except Exception as error:  # Whatever a stranger's function does.
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(
+            f"data.name={options.name}: its images cannot be loaded ({reason}); it is called as function(options, "
+            f"report) and returns (images, labels)"
+        ) from error
     data = found if isinstance(found, ImageData) else of_arrays(*pairs(found))
     _, side, _, channels = data.train.images.shape
     mean, std = normalization(options.mean, options.std, channels)
