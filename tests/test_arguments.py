@@ -17,11 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedx_pl import (
     IID,
     EarlyStopping,
+    Evaluation,
     FederatedDataModule,
     FederatedTrainer,
     FedProx,
+    FedXMixin,
+    OptimOptions,
     RoundCallback,
     SimCLR,
+    SSLMethod,
     resnet10,
     resnet18,
 )  # fmt: skip
@@ -106,7 +110,7 @@ class Keeping(RoundCallback):
         ({"logger": "csv"}, r"logger='csv' is not possible; write e\.g\. logger=True"),
         ({"logger": [CSVLogger]}, r"logger=CSVLogger is a class"),
         ({"engine": "rai"}, r"engine='rai' is not known.*ray"),
-        ({"engine": 3}, r'engine=3 is not possible; write engine=EngineOptions\(name="serial"\)'),
+        ({"engine": 3}, r'engine=3 is not possible; write engine=EngineOptions\('),
         ({"regularizer": "fedpox"}, r"regularizer='fedpox' is not known; did you mean fedprox"),
         ({"regularizer": FedProx}, r"regularizer=FedProx is not possible; write regularizer=FedProx\(\)"),
         ({"aggregate": "medain"}, r"aggregate='medain' is not known; did you mean median"),
@@ -154,6 +158,7 @@ def test_words_stand_for_objects_with_their_usual_settings() -> None:
         (((IMAGES, LABELS), model()), r"given the images first; write fit\(model, data\)"),
         ((SimCLR, data()), r"given the class SimCLR; write fit\(SimCLR\(resnet18\(\)\), data\)"),
         ((resnet10(width=4), data()), r"given a ResNet, which is no SSLMethod; write e\.g\. fit\(SimCLR\(net"),
+        ((SSLMethod(resnet10(width=4)), data()), r"SSLMethod has no loss of its own; write def loss\(self, batch, z\)"),
         ((model(), FederatedDataModule), r"given FederatedDataModule as images"),
         ((model(), DataLoader(TensorDataset(PIXELS))), r"given DataLoader as images; write fit\(model, FederatedData"),
         ((model(), pl.LightningDataModule()), r"given LightningDataModule as images"),
@@ -316,3 +321,72 @@ def test_early_stopping_says_when_its_number_was_never_there(tmp_path: Path) -> 
     assert any("has waited for knn_top2, which no round had; there is loss" in note for note in watching.notes)
     with pytest.raises(UserError, match=r"mode='maximum' is not possible"):
         EarlyStopping(mode="maximum")
+
+
+class FedXSimCLR(FedXMixin, SimCLR): ...
+
+
+def test_options_of_a_method_are_objects() -> None:
+    with pytest.raises(UserError, match=r"optim=\{'lr': 0\.1\} is not possible; write optim=OptimOptions\(\.\.\.\)"):
+        SimCLR(resnet10(width=4), optim={"lr": 0.1})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"fedx=\{\} is not possible; write fedx=FedXOptions\(\.\.\.\)"):
+        FedXSimCLR(resnet10(width=4), fedx={})
+    with pytest.raises(UserError, match=r"hidden_dim=2\.5 is not possible"):
+        SimCLR(resnet10(width=4), hidden_dim=2.5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"width='16' must be a whole number"):
+        resnet18("16")  # type: ignore[arg-type]
+    assert SimCLR(resnet10(width=4), optim=OptimOptions(lr=0.1)).optim.lr == 0.1
+
+
+class Telling(SimCLR):
+    value: Any = None
+
+    def round_metrics(self) -> dict[str, Any]:
+        return {"told": self.value}
+
+
+class Bare(SimCLR):
+    def loss(self, batch: Any, z: Any) -> Any:
+        return (z.first - z.second).pow(2).mean()
+
+
+class Measuring(Evaluation):
+    needs_labels = False
+    found: Any = None
+
+    def measure(self, *_: Any, **__: Any) -> Any:
+        return self.found
+
+
+def test_what_methods_and_evaluations_return_is_numbers(tmp_path: Path) -> None:
+    telling = Telling(resnet10(width=4), hidden_dim=8, embed_dim=4)
+    telling.value = torch.tensor(2.0)
+    measuring = Measuring(EvaluationOptions())
+    measuring.found = {"mine": torch.tensor(3.0)}
+    one = trainer(tmp_path / "one", evaluation=True, evaluations=measuring)
+    one.fit(telling, data())
+    assert (one.history[0]["told"], one.history[0]["mine"]) == (2.0, 3.0)
+    telling.value = torch.ones(3)
+    with pytest.raises(UserError, match=r"round_metrics\(\) has 'told': .*not one number"):
+        trainer(tmp_path / "two").fit(telling, data())
+    measuring.found = 3
+    with pytest.raises(UserError, match=r"Measuring\.measure returns 3; return a dict"):
+        trainer(tmp_path / "three", evaluation=True, evaluations=measuring).fit(model(), data())
+    with pytest.raises(UserError, match=r"Bare\.loss returns a Tensor; return Loss\(bare=\.\.\.\)"):
+        trainer(tmp_path / "four").fit(Bare(resnet10(width=4)), data())
+
+
+def test_a_folder_of_another_network_of_the_same_class_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).fit(model(plain_network()), data())
+    wider = nn.Sequential(nn.Conv2d(3, 9, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    message = r"another network \(backbone\.0\.bias: \(8,\) -> \(9,\)\); write default_root_dir"
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path).fit(model(wider), data())
+
+
+def test_text_in_the_row_is_for_the_table_and_not_for_tensorboard(tmp_path: Path) -> None:
+    one = trainer(tmp_path, callbacks=Adding("good"), logger=True)
+    one.fit(model(), data())
+    assert one.history[0]["mine"] == "good"
+    with pytest.raises(UserError, match=r"engine=.* makes None; give a subclass of fedx_pl\.Engine"):
+        trainer(tmp_path / "engine", engine=lambda trainer: None).fit(model(), data())

@@ -22,7 +22,7 @@ from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.health import HealthOptions
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.engines import ENGINES, EngineOptions
-from fedx_pl.errors import UserError, in_arguments, known_names, require, whole_number
+from fedx_pl.errors import UserError, in_arguments, known_names, options_of, require, whole_number
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
@@ -88,6 +88,7 @@ def settle(trainer: FederatedTrainer) -> None:
         trainer.evaluation = _evaluation(trainer.evaluation)
     if not callable(trainer.engine):
         trainer.engine = _options("engine", trainer.engine, EngineOptions, ENGINES, "name")
+    trainer.fork = "" if trainer.fork is None else trainer.fork
     _require_place(trainer)
 
 
@@ -105,6 +106,8 @@ def matched(trainer: FederatedTrainer, model: Any, data: Any) -> FederatedDataMo
         raise UserError(
             f"fit was given a {type(model).__name__}, which is no SSLMethod; write e.g. fit(SimCLR(network), data)"
         )
+    if type(model).loss is SSLMethod.loss:
+        raise UserError(f"{type(model).__name__} has no loss of its own; write def loss(self, batch, z)")
     if isinstance(data, FederatedDataModule):
         return data
     if isinstance(data, type | DataLoader | pl.LightningDataModule):
@@ -192,18 +195,13 @@ def _require_states_apart(callbacks: Iterable[RoundCallback]) -> None:
 
 def _options(name: str, value: Any, kind: type, words: Iterable[str] = (), field: str = "") -> Any:
     """An options object; None stands for the usual one, a word for one that is otherwise as usual."""
-    if value is None:
-        return kind()
     if isinstance(value, str) and field:
         if value not in words:
             raise UserError(f"{name}={value!r} is not known{known_names(value, words)}")
         return kind(**{field: value})
-    if isinstance(value, kind):
-        return value
     if isinstance(value, type) and issubclass(value, Aggregator):
         raise UserError(f"{name}={value.__name__} is a class of a rule; write rule={value.__name__}")
-    given = f'{field}="{next(iter(words))}"' if field else "..."
-    raise UserError(f"{name}={_shown(value)} is not possible; write {name}={kind.__name__}({given})")
+    return options_of(name, value, kind)
 
 
 def _regularizer(value: Any) -> Regularizer:

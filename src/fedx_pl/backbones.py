@@ -67,9 +67,10 @@ def require_possible(options: BackboneOptions) -> None:
     """Raises a `UserError` if there is no such encoder; takes no time, so that it can come before data are fetched."""
     if options.stem not in ("auto", "cifar", "half", "imagenet"):
         raise UserError(f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet")
-    if options.width < 1:
+    if not hasattr(options.width, "__index__") or options.width < 1:
         raise UserError(
-            f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
+            f"backbone.width={options.width!r} must be a whole number of at least 1; type backbone.width=64 for the "
+            f"full network"
         )
     if options.name in _STAGES:
         return

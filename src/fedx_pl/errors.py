@@ -10,8 +10,10 @@ from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, distribution
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
+
+Options = TypeVar("Options")
 
 
 class UserError(Exception):
@@ -45,9 +47,29 @@ def whole_number(name: str, value: Any, least: int) -> int:
     Raises:
         UserError: it is something else.
     """
-    whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    require(name, repr(value), whole and value >= least, instead=f"{name}={least}, or a larger whole number")
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise UserError(f"{name}={value!r} is not possible; write {name}={least}, or a larger whole number")
     return index(value)
+
+
+def options_of(name: str, value: Any, kind: type[Options]) -> Options:
+    """The value of an argument that is an options object; None stands for the usual one.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        kind: the class of the options.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        shown = value.__name__ if isinstance(value, type) else repr(value)
+        shown = shown if len(shown) < 60 else f"{type(value).__name__}(...)"
+        raise UserError(f"{name}={shown} is not possible; write {name}={kind.__name__}(...)")
+    return value
 
 
 @contextmanager

@@ -291,7 +291,7 @@ class FederatedTrainer(Attached):
         return LocalTrainer(self.model, device=self.device, tick=self.step, **self.local_settings())
 
     def _make_engine(self) -> Engine:
-        return engines.make(self.engine, self) if isinstance(self.engine, EngineOptions) else self.engine(self)
+        return engines.make(self.engine, self)
 
     # --- what callbacks may ask and do --------------------------------------------------------------------------------
 

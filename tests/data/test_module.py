@@ -156,10 +156,18 @@ TEN = (IMAGES[:10], LABELS[:10])
         ({"source": TEN, "test": (IMAGES, None)}, r"the test images have no labels"),
         ({"source": (IMAGES, None), "test": TEN}, r"the training images have no labels"),
         ({"source": TEN, "test": (IMAGES, LABELS * 1.0)}, r"the test labels are float64"),
+        ({"source": (IMAGES, LABELS * 10**6)}, r"labels go up to 3000000; give integers from 0 without gaps"),
+        ({"source": TEN, "mean": [120, 120, 120]}, r"mean=\[120, 120, 120\] .*numbers in 0\.\.1: divide"),
+        ({"source": TEN, "mean": 0.5}, r"mean=\[0\.5\] is not possible; write 3 numbers, one per channel"),
+        ({"source": TEN, "std": "0.5"}, r"std=\('0', '\.', '5'\) is not possible"),
+        ({"source": TEN, "augment": "simclr"}, r"augment='simclr' is not possible; write augment=AugmentOptions"),
+        ({"source": TEN, "loader": print}, r"loader= is for a data set by its name"),
+        ({"source": TEN, "partition": IID(clients=2.5)}, r"clients=2\.5 is not a whole number: write clients=10"),
+        ({"source": TEN, "partition": Partition()}, r"partition=Partition must define deal\(data, seed\)"),
         ({"source": TEN, "limit": 5}, r"limit=5 is for a data set by its name; give fewer images"),
         ({"source": "cifar10", "test": TEN}, r"test= is for arrays and data sets"),
         ({"source": TEN, "partition": "iid"}, r"partition='iid' is not a Partition; write .*IID\(clients=10\)"),
-        ({"source": TEN, "batch_size": 2.5}, r"batch_size=2\.5 is not possible; type batch_size=2, or a larger"),
+        ({"source": TEN, "batch_size": 2.5}, r"batch_size=2\.5 is not possible; write batch_size=2, or a larger"),
         ({"source": TEN, "seed": -1}, r"seed=-1 is not possible"),
         ({"source": 3}, r"source is int; give a name"),
         ({"source": Dataset}, r"source is <class .*give a name"),
@@ -178,6 +186,7 @@ def test_what_is_wrong_with_arrays_is_said_with_what_to_give(settings: dict[str,
         ((IMAGES, LABELS[:, None].astype(np.uint8)), (48, 16, 16, 3), True),
         ((torch.from_numpy(IMAGES), torch.from_numpy(LABELS)), (48, 16, 16, 3), True),
         ((IMAGES, LABELS.tolist()), (48, 16, 16, 3), True),
+        ((list(IMAGES), LABELS), (48, 16, 16, 3), True),
         (IMAGES, (48, 16, 16, 3), False),
         ((IMAGES, np.full(48, -1)), (48, 16, 16, 3), False),
         (TensorDataset(torch.from_numpy(IMAGES).movedim(3, 1), torch.from_numpy(LABELS)), (48, 16, 16, 3), True),
@@ -231,6 +240,7 @@ SQUARE = torch.zeros(3, 8, 8)
         ([[(SQUARE, "cat")]], r"item 0 of client 0 has the label 'cat'; return an integer"),
         ([[(SQUARE, 0.5)]], r"item 0 of client 0 has the label 0\.5"),
         ([[(SQUARE, torch.eye(3)[0])]], r"item 0 of client 0 has the label tensor"),
+        ([["a.png"]], r"item 0 of client 0 is 'a\.png'; return an image"),
         ([[SQUARE[None]]], r"item 0 of client 0 has the shape \(1, 3, 8, 8\)"),
         ([[Image.new("P", (8, 8))]], r"PIL image of mode P; return image\.convert\("),
         ([[SQUARE], []], r"client 1 is a list without images; leave it out"),
@@ -267,6 +277,7 @@ class Mine(Partition):
         (Mine(rows=([3, 3],)), r"partition=Mine gives image 3 twice to client 0"),
         (Mine(rows=([1], [])), r"partition=Mine gives no images to client 1"),
         (Mine(rows=([0.5],)), r"partition=Mine gives float64 \(1,\) to client 0"),
+        (Mine(rows=None), r"partition=Mine gives a NoneType; deal\(data, seed\) returns one array"),
         (Mine(rows=()), r"partition=Mine gives images to no client"),
         (IID(clients=49), r"^clients=49 is more than there are images \(48\): write clients=48 or fewer"),
         (IID(clients=0), r"^clients=0 must be at least 1: write clients=10"),
@@ -291,3 +302,8 @@ def test_messages_speak_of_arguments_to_whoever_wrote_arguments() -> None:
         FederatedDataModule((IMAGES, LABELS), mean=[0.5]).setup()
     with pytest.raises(UserError, match=r"^source=cifar12 is not known.*source=cifar10"):
         FederatedDataModule("cifar12").setup()
+
+
+def test_statistics_may_be_numpy_s() -> None:
+    data = loaded(TEN, mean=IMAGES.mean(axis=(0, 1, 2)) / 255, std=IMAGES.std(axis=(0, 1, 2)) / 255)
+    assert {type(value) for value in (*data.options.mean, *data.options.std)} == {float}

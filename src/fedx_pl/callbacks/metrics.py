@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedx_pl.callbacks.base import RoundCallback, plain
+from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -54,4 +55,6 @@ class PlainRow(RoundCallback):
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Refuses what is no plain number or text."""
+        if not isinstance(record.row, dict) or not all(isinstance(key, str) for key in record.row):
+            raise UserError(f"{self._where} is no dict of values by name; add to it: record.row['name'] = value")
         record.row = {key: plain(value, self._where, key) for key, value in record.row.items()}

@@ -6,6 +6,7 @@ pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' image
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
 from fedx_pl.data.images import ARRAYS, Arrays, DataOptions, ImageData, Split, normalization
 from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import UserError, in_arguments, whole_number
+from fedx_pl.errors import UserError, in_arguments, options_of, require, whole_number
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
 
@@ -67,11 +68,11 @@ class FederatedDataModule(pl.LightningDataModule):
         super().__init__()
         batch_size = whole_number("batch_size", batch_size, least=2)
         limit, seed = whole_number("limit", limit, least=0), whole_number("seed", seed, least=0)
-        _require_meant(source, partition=partition, test=test, limit=limit)
+        _require_meant(source, partition=partition, test=test, limit=limit, loader=loader)
         self.source, self.test, self.report, self.loader = source, test, report, loader
         self.partition = partition or Dirichlet()
-        self.batch_size, self.augment_options = batch_size, augment or AugmentOptions()
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.batch_size, self.augment_options = batch_size, options_of("augment", augment, AugmentOptions)
+        self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
         self.root, self.limit, self.resident_gb, self.seed = root, limit, resident_gb, seed
         self._stores: dict[torch.device, ImageStore] = {}
         self._ready = False
@@ -203,7 +204,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return Augment(self.augment_options.for_side(side), *statistics)
 
 
-def _require_meant(source: object, *, partition: object, test: object, limit: int) -> None:
+def _require_meant(source: object, *, partition: object, test: object, limit: int, loader: object) -> None:
     """Refuses a source that is none, and arguments that would do nothing beside it."""
     name = type(source).__name__
     if isinstance(source, type | DataLoader | pl.LightningDataModule) or not (
@@ -217,6 +218,8 @@ def _require_meant(source: object, *, partition: object, test: object, limit: in
         raise UserError(f"partition={partition!r} is not a Partition; write e.g. partition=IID(clients=10)")
     if isinstance(source, str | DataOptions | ImageData) and test is not None:
         raise UserError(f"test= is for arrays and data sets; {name} has test images of its own: leave it out")
+    if not isinstance(source, str | DataOptions | ImageData) and loader is not None:
+        raise UserError("loader= is for a data set by its name; leave it out, or give a name as source")
     if not isinstance(source, str) and limit:
         instead = "DataOptions(limit=...)" if isinstance(source, DataOptions) else "fewer images"
         raise UserError(f"limit={limit} is for a data set by its name; give {instead} instead")
@@ -228,6 +231,12 @@ def _require_meant(source: object, *, partition: object, test: object, limit: in
                 f"partition={type(partition).__name__} beside a list of data sets, each of which is a client; leave it "
                 f"out, or give one data set, e.g. torch.utils.data.ConcatDataset(source)"
             )
+
+
+def _per_channel(name: str, values: Any) -> tuple[float, ...]:
+    values = (values,) if isinstance(values, Real) else tuple(values)
+    require(name, values, all(isinstance(value, Real) for value in values), instead=f"{name}=[0.5], one per channel")
+    return tuple(value if isinstance(value, int) else float(value) for value in values)
 
 
 def _one_per_client(source: object) -> bool:

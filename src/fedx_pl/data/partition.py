@@ -29,7 +29,7 @@ class Partition:
             data: the images, with labels and groups if there are any.
             seed: the same for the same split.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define deal(data, seed)")
+        raise UserError(f"partition={type(self).__name__} must define deal(data, seed)")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Elsewhere(Partition):
         return []
 
 
-def checked(rows: Sequence[Any], partition: Partition, num_images: int) -> list[np.ndarray]:
+def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray]:
     """What `Partition.deal` returned: sorted int64 rows of each client, disjoint and not empty.
 
     Raises:
@@ -155,6 +155,8 @@ def checked(rows: Sequence[Any], partition: Partition, num_images: int) -> list[
             f"from 0 to {num_images - 1} for each client, disjoint and not empty"
         )
 
+    if not isinstance(rows, Sequence | np.ndarray):
+        raise wrong(f"a {type(rows).__name__}")
     if not len(rows) and not isinstance(partition, Elsewhere):
         raise wrong("images to no client")
     owner = np.full(num_images, -1, np.int64)

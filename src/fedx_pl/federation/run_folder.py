@@ -65,6 +65,7 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         if found is not None and found[0].config not in ("", told.hash):
             raise UserError(f"the newest checkpoint in {folder} is of another run; type {told.another()}")
         started = found or (RunState(), _first_state(trainer))
+        _refuse_other_network(trainer, started[1])
         if found is None and (foreign_code.read_record(folder) or Record()) != code:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
         _describe(trainer, code)
@@ -193,6 +194,19 @@ def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
     raise UserError(
         f"{folder} {what}; type {another} for a new run, {fork} for a new run from its weights, or delete {folder}"
     )
+
+
+def _refuse_other_network(trainer: FederatedTrainer, state: GlobalState) -> None:
+    """Two networks of one class, such as `torch.nn.Sequential`, are the same by all that the folder says of them."""
+    before, after = (
+        {name: tuple(tensor.shape) for name, tensor in one.tensors().items()} for one in (state, trainer.first_state())
+    )
+    if before != after:
+        name = min(name for name in before | after if before.get(name) != after.get(name))
+        raise UserError(
+            f"{trainer.folder} holds a run of another network ({name}: {before.get(name)} -> {after.get(name)}); type "
+            f"{trainer.description.another()}"
+        )
 
 
 def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) -> None:

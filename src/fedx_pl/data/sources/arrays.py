@@ -16,12 +16,21 @@ from fedx_pl.data.sources import cache
 from fedx_pl.errors import UserError
 
 _FEW = 4  # channels at most, where it is not clear which axis they are
+_MOST_CLASSES = 100_000
 _SLACK = 0.01  # Resizing may overshoot 0..1 by so much.
 
 
 def is_pair(source: object) -> bool:
     """Whether it is (images, labels), not one data set per client."""
-    return isinstance(source, tuple | list) and len(source) == 2 and is_array(source[0])
+    if not (isinstance(source, tuple | list) and len(source) == 2):
+        return False
+    images, labels = source
+    plain = labels is None or is_array(labels) or (isinstance(labels, list) and _is_whole(labels[:1]))
+    return is_array(images) or (isinstance(images, list) and plain)
+
+
+def _is_whole(labels: list[Any]) -> bool:
+    return bool(labels) and isinstance(labels[0], int | np.integer)
 
 
 def is_array(source: object) -> bool:
@@ -89,7 +98,10 @@ def of_datasets(clients: Sequence[Dataset[Any]], whose: str = "client") -> tuple
 def _split(arrays: Arrays, which: str) -> Split:
     if not is_pair(arrays):
         raise UserError(f"{which} images are given as {_kind(arrays)}; give a pair (images, labels) of arrays")
-    images, labels = np.asarray(arrays[0]), arrays[1]
+    try:
+        images, labels = np.asarray(arrays[0]), arrays[1]
+    except ValueError:
+        raise UserError(f"{which} images are of different shapes; bring all to one") from None
     images = images[..., None] if images.ndim == 3 else images
     if images.dtype != np.uint8 or images.ndim != 4:
         raise UserError(
@@ -121,6 +133,11 @@ def _labels(labels: np.ndarray, count: int, which: str) -> np.ndarray | None:
     if labels.dtype.kind not in "iu":
         raise UserError(
             f"{which} labels are {labels.dtype}; give integers from 0, e.g. np.unique(labels, return_inverse=True)[1]"
+        )
+    if labels.max() >= _MOST_CLASSES:
+        raise UserError(
+            f"{which} labels go up to {labels.max()}; give integers from 0 without gaps, e.g. "
+            f"np.unique(labels, return_inverse=True)[1]"
         )
     if labels.min() < -1:
         raise UserError(f"{which} labels begin with {labels.min()}; give integers from 0, -1 for an image without one")
@@ -183,7 +200,10 @@ def _pixels(image: Any, which: str) -> np.ndarray:
     """An image as uint8 (H, W, C): a PIL image, an array (H, W, C), or a tensor (C, H, W); of bytes or of 0..1."""
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB", "RGBA"):
         raise UserError(f'{which} is a PIL image of mode {image.mode}; return image.convert("RGB"), or "L" for gray')
-    pixels = image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    try:
+        pixels = image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    except TypeError:
+        raise UserError(f"{which} is {image!r}; return an image: a tensor, an array or a PIL image") from None
     if isinstance(image, Tensor) and pixels.ndim == 3:
         pixels = pixels.movedim(0, -1)
     if pixels.ndim not in (2, 3):
