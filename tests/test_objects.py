@@ -146,13 +146,13 @@ def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_w
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainer": {"local_epochs": 2}}, r"federation.epochs: 1 -> 2"),
+        ({"trainer": {"local_epochs": 2}}, r"local_epochs: 1 -> 2"),
         ({"trainer": {"seed": 1}}, r"seed: 0 -> 1"),
         ({"trainer": {"regularizer": FedProx(mu=0.5)}}, r"regularizer.name: none -> fedprox"),
         ({"trainer": {"aggregate": AggregateOptions(rule="median")}}, r"aggregate.rule: mean -> median"),
         ({"model": {"momentum": 0.5}}, r"method.momentum: 0.99 -> 0.5"),
-        ({"data": {"batch_size": 4}}, r"optim.batch_size: 8 -> 4"),
-        ({"data": {"partition": IID(clients=2)}}, r"federation.clients: 3 -> 2"),
+        ({"data": {"batch_size": 4}}, r"\(batch_size: 8 -> 4"),
+        ({"data": {"partition": IID(clients=2)}}, r"\(clients: 3 -> 2"),
         ({"data": {"seed": 4}}, r"another split of the images"),
     ],
 )
@@ -253,7 +253,7 @@ def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) 
     trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), data())
     with pytest.raises(UserError, match="frozen layers of the backbone changed since"):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), data())
-    with pytest.raises(UserError, match=r'another network.*backbone\.0\.weight; type default_root_dir="ANOTHER"'):
+    with pytest.raises(UserError, match=r'another network.*backbone\.0\.weight; write default_root_dir="ANOTHER"'):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
 
 

@@ -67,9 +67,10 @@ def require_possible(options: BackboneOptions) -> None:
     """Raises a `UserError` if there is no such encoder; takes no time, so that it can come before data are fetched."""
     if options.stem not in ("auto", "cifar", "half", "imagenet"):
         raise UserError(f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet")
-    if options.width < 1:
+    if not hasattr(options.width, "__index__") or options.width < 1:
         raise UserError(
-            f"backbone.width={options.width} must be at least 1; type backbone.width=64 for the full network"
+            f"backbone.width={options.width!r} must be a whole number of at least 1; type backbone.width=64 for the "
+            f"full network"
         )
     if options.name in _STAGES:
         return
@@ -84,26 +85,57 @@ _RESNETS = [name for name in torchvision.models.list_models(module=torchvision.m
 BACKBONES: dict[str, Callable[..., nn.Module]] = dict.fromkeys([*_STAGES, *_RESNETS], build)
 
 
-def with_feature_dim(network: nn.Module, *, channels: int, image_size: int) -> nn.Module:
+def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int = 32) -> nn.Module:
     """A network of one's own as a backbone: ``feature_dim`` is found by a forward pass if it does not tell.
 
     Args:
         network: maps (n, channels, h, w) to (n, d).
-        channels: of an image.
+        channels: of an image; 0: as many as the first convolution takes, or 3.
         image_size: side of an image.
+
+    Raises:
+        UserError: it is no network, the forward pass fails, or it maps images to something else.
     """
-    if not hasattr(network, "feature_dim"):
-        training = network.training
-        with torch.no_grad():
-            features = network.eval()(torch.zeros(2, channels, image_size, image_size))
-        network.train(training)
-        if features.dim() != 2:
-            raise UserError(
-                f"the backbone {type(network).__name__} maps images to {tuple(features.shape)}; it must be (n, d), "
-                f"e.g. with a global pooling and without the classifier"
-            )
-        network.feature_dim = features.shape[1]
+    if not isinstance(network, nn.Module):
+        name = getattr(network, "__name__", repr(network))
+        raise UserError(f"the backbone is {name}, not a torch module; write e.g. resnet18()")
+    if hasattr(network, "feature_dim"):
+        return network
+    name, shape = type(network).__name__, (2, channels or first_channels(network) or 3, image_size, image_size)
+    try:
+        features = passed(network, torch.zeros(shape))
+    except Exception as error:  # Whatever a stranger's network raises.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"the backbone {name} has no feature_dim, and a forward pass of images {shape} fails ({reason}); set "
+            f"backbone.feature_dim to the number of its features"
+        ) from error
+    if not isinstance(features, torch.Tensor) or features.dim() != 2:
+        given = tuple(features.shape) if isinstance(features, torch.Tensor) else f"a {type(features).__name__}"
+        raise UserError(
+            f"the backbone {name} maps images to {given}; it must be (n, d), e.g. with a global pooling and without "
+            f"the classifier"
+        )
+    network.feature_dim = features.shape[1]  # type: ignore[assignment]
     return network
+
+
+def first_channels(network: nn.Module) -> int | None:
+    """How many channels the first convolution takes; None if there is none."""
+    convolutions = (module for module in network.modules() if isinstance(module, nn.Conv2d))
+    return next((convolution.in_channels for convolution in convolutions), None)
+
+
+def passed(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """What a network makes of (n, C, h, w) in eval mode; it stays as it is."""
+    training = {module: module.training for module in network.modules()}
+    place = next((parameter.device for parameter in network.parameters()), images.device)
+    try:
+        with torch.no_grad(), eager(network):
+            return network.eval()(images.to(place))
+    finally:
+        for module, mode in training.items():
+            module.training = mode
 
 
 def resnet10(width: int = 64, *, stem: str = "cifar", channels: int = 3) -> nn.Module:

@@ -4,13 +4,17 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, distribution
+from operator import index
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 Report = Callable[[str], None]  # takes a line for people
+Options = TypeVar("Options")
 
 
 class UserError(Exception):
@@ -31,6 +35,77 @@ def require(key: str, value: object, possible: bool, instead: str) -> None:
     """
     if not possible:
         raise UserError(f"{key}={value} is not possible; type {instead}")
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """The value of an argument that is a whole number, as an int.
+
+    Args:
+        name: of the argument.
+        value: that was given; numpy's integers count, True and 3.0 do not.
+        least: the smallest one that is possible.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise UserError(f"{name}={value!r} is not possible; write {name}={least}, or a larger whole number")
+    return index(value)
+
+
+def options_of(name: str, value: Any, kind: type[Options]) -> Options:
+    """The value of an argument that is an options object; None stands for the usual one.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        kind: the class of the options.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        shown = value.__name__ if isinstance(value, type) else repr(value)
+        shown = shown if len(shown) < 60 else f"{type(value).__name__}(...)"
+        raise UserError(f"{name}={shown} is not possible; write {name}={kind.__name__}(...)")
+    return value
+
+
+@contextmanager
+def in_arguments(wanted: bool = True) -> Iterator[None]:
+    """A `UserError` that is raised within speaks of arguments, not of keys: the user made the objects in Python.
+
+    Args:
+        wanted: False leaves it as it is.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not wanted or _as_arguments(str(error)) == str(error):
+            raise
+        raise UserError(_as_arguments(str(error))) from error.__cause__
+
+
+# Keys that are called otherwise in Python, or belong to an object of their own; others have the name of their argument.
+_ARGUMENTS = {
+    "federation.rounds": "max_rounds", "federation.epochs": "local_epochs", "federation.fraction": "clients_per_round",
+    "run.dir": "default_root_dir", "run.root": "default_root_dir", "run.device": "accelerator", "data.name": "source",
+    "partition.kind=iid": "partition=IID()", "partition.kind=dirichlet": "partition=Dirichlet()",
+    "partition.kind=classes": "partition=ClassesPerClient()", "partition.kind=quantity": "partition=QuantitySkew()",
+    "partition.kind=folders": "partition=Folders()",
+}  # fmt: skip
+_KEY = re.compile(r"(?<![\w./=\"'-])(federation|run|data|optim|partition)\.([a-z]\w*)(=[a-z]+\b)?")
+
+
+def _as_arguments(message: str) -> str:
+    def argument(found: re.Match[str]) -> str:
+        group, name, value = found[1], found[2], found[3] or ""
+        key = f"{group}.{name}"
+        return _ARGUMENTS.get(key + value) or _ARGUMENTS.get(key, name) + value
+
+    return re.sub(r"\btype (?!of\b)", "write ", _KEY.sub(argument, message))
 
 
 def wrong_type(key: str, value: object, usual: object) -> str:

@@ -24,25 +24,25 @@ import torch
 from pytorch_lightning.loggers import Logger
 
 from fedx_pl import engines
+from fedx_pl.callbacks import arguments
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.arguments import speaks_of_arguments
+from fedx_pl.callbacks.base import RoundCallback, kept_state
 from fedx_pl.callbacks.built_in import all_callbacks
-from fedx_pl.callbacks.health import Health, HealthOptions
+from fedx_pl.callbacks.health import HealthOptions
 from fedx_pl.engines import Engine, EngineOptions
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
-from fedx_pl.federation import privacy
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
 from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.collect import collect, next_state
-from fedx_pl.federation.device import device_of, resolve_precision
+from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
 from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
+from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundRecord
 from fedx_pl.federation.run_folder import open_run
@@ -129,23 +129,10 @@ class FederatedTrainer(Attached):
     identity: Identity | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_rounds", "local_epochs", "min_clients", "keep"):
-            require(name, value := getattr(self, name), value >= 1, instead=f"{name}=1 or more")
-        sampled = self.clients_per_round
-        possible = sampled >= 1 if isinstance(sampled, int) else 0 < sampled <= 1
-        require("clients_per_round", sampled, possible, instead="a number, or a share in (0, 1], e.g. 0.5")
-        require(
-            "batchnorm",
-            self.batchnorm,
-            self.batchnorm in ("average", "local"),
-            instead='batchnorm="average" or "local"',
-        )
-        self.aggregate.require_possible(self.min_clients)
+        arguments.settle(self)
         if self.fast_dev_run:
             self.max_rounds = self.local_epochs = 1
             self.clients_per_round, self.evaluation, self.logger = 2, None, False
-        self.device = device_of(self.accelerator, self.devices)
-        resolve_precision(self.precision, self.device)  # Refuses what this device cannot do.
         self.callbacks = all_callbacks(self)
         self.made_with = made_with(self)
         self.should_stop = False
@@ -158,12 +145,13 @@ class FederatedTrainer(Attached):
 
     # --- what to call -------------------------------------------------------------------------------------------------
 
+    @speaks_of_arguments
     def fit(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """Trains to the last round; everything of a finished round is on disk before the next begins.
 
         Args:
             model: holds the first weights; at the end, those of the last round.
-            data: the clients' images.
+            data: the clients' images; what is no `FederatedDataModule` is made one.
 
         Raises:
             UserError: the run folder holds another run, or something cannot be done; it says what to do instead.
@@ -171,7 +159,8 @@ class FederatedTrainer(Attached):
         self.attach(model, data)
         with self._open():
             try:
-                with closing(self._make_engine()) as self.workplace:
+                self._set_up()
+                with closing(engines.make(self.engine, self)) as self.workplace:
                     model.load_shared(self.global_state.weights)
                     self._call("on_fit_start")
                     while self.current_round < self.max_rounds and not self.should_stop:
@@ -180,7 +169,9 @@ class FederatedTrainer(Attached):
                     self.unfinished.clear()
                     self._call("on_fit_end")
             except BaseException as exception:
-                self._call("on_exception", exception)
+                with ExitStack() as all_told:  # Each is told, whatever another does.
+                    for callback in reversed(self._ready):
+                        all_told.callback(callback.on_exception, self, exception)
                 raise
 
     def evaluate(self) -> dict[str, float]:
@@ -189,26 +180,24 @@ class FederatedTrainer(Attached):
             raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
         return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
 
+    @speaks_of_arguments
     def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
         self._holds_a_run = False
-        privacy.require_possible(self.privacy, self.regularizer)
         if self.threads:
             torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
+        data = arguments.matched(self, model, data)
         data.setup()
+        arguments.require_fitting_network(model, data)
         self.model, self.datamodule = model, data
         self.evaluator = Evaluator(
             self.evaluation or EvaluationOptions(), data.images, data.augment.plain, seed=self.seed
         )
         self.description = self.identity or identity_of(self, model, data)
         self.folder = Path(self.default_root_dir or Path("runs") / self.description.folder_name)
-        most = f"at most {data.num_clients}: there are no more clients"
-        require("min_clients", self.min_clients, self.min_clients <= data.num_clients, instead=most)
-        privacy.require_budget(self.privacy, self.max_rounds, self.epsilon_after)
-        sample = self.client_data(0, round_number=1) if data.clients else None
-        require_fitting_optimizer(self.regularizer, model, sample)
+        arguments.require_possible(self)
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +211,7 @@ class FederatedTrainer(Attached):
         # (2) Each trains by itself, and (3) is folded into the average as it comes back.
         rule = make_rule(self.aggregate, self.global_state, self.rule)
         saved = collect(self, record, rule)
-        self._require_enough(number, len(record.updates))
+        require_enough(self, record)
         self.global_state = next_state(self, record, rule, saved=saved)
         self.model.load_shared(self.global_state.weights)
         record.train_seconds = time.perf_counter() - started
@@ -239,22 +228,11 @@ class FederatedTrainer(Attached):
             untrained=self.state.untrained,
             clients={**self.state.clients, **saved},
             seconds=self.state.seconds + record.row["round_seconds"],
-            callbacks={callback.state_key: callback.state_dict() for callback in self.callbacks},
+            callbacks={callback.state_key: kept_state(callback) for callback in self.callbacks},
             config=self.description.hash,
         )
         self.checkpoints.commit(self.state, self.global_state)
         self.unfinished.clear()
-
-    def _require_enough(self, number: int, good: int) -> None:
-        if good < self.min_clients:
-            told = self.description
-            again = "type the same command" if told.typed else "call fit again"
-            asking = "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
-            raise UserError(
-                f"round {number} has {good} good updates, {told.key('min_clients')}={self.min_clients}; "
-                f"round {number - 1} is saved in {self.folder}. When the clients named above are mended, {again} to go "
-                f"on with round {number}; add {asking} to ask those in quarantine, too"
-            )
 
     # --- the run folder -----------------------------------------------------------------------------------------------
 
@@ -270,11 +248,15 @@ class FederatedTrainer(Attached):
             lock, (self.state, global_state) = open_run(self)
             closing_all.enter_context(lock)
             self.global_state = global_state.to(self.device)
-            for callback in self.callbacks:
-                callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
-                callback.setup(self)
-            self._holds_a_run = True
             yield
+
+    def _set_up(self) -> None:
+        self._ready: list[RoundCallback] = []
+        for callback in self.callbacks:
+            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+            callback.setup(self)
+            self._ready.append(callback)
+        self._holds_a_run = True
 
     # --- who trains, and how ------------------------------------------------------------------------------------------
 
@@ -292,38 +274,3 @@ class FederatedTrainer(Attached):
     def local_trainer(self) -> LocalTrainer:
         """Trains clients in this process."""
         return LocalTrainer(self.model, device=self.device, tick=self.step, **self.local_settings())
-
-    def _make_engine(self) -> Engine:
-        return engines.make(self.engine, self) if isinstance(self.engine, EngineOptions) else self.engine(self)
-
-    # --- what callbacks may ask and do --------------------------------------------------------------------------------
-
-    @property
-    def alarms(self) -> list[str]:
-        """What went wrong in any round."""
-        return [alarm for callback in self.callbacks if isinstance(callback, Health) for alarm in callback.alarms]
-
-    def name_of(self, client: int) -> str:
-        """A client's name for people."""
-        return self.workplace.name_of(client)
-
-    def note(self, text: str) -> None:
-        """Tells the user something; within a round, it is kept with the round."""
-        if self._record is not None and self._record.number > self.current_round:
-            self._record.notes.append(text)
-            text = f"round {self._record.number}: {text}"
-        self._call("on_note", text)
-
-    # --- what engines tell --------------------------------------------------------------------------------------------
-
-    def step(self, count: int = 1) -> None:
-        """Some client has taken optimizer steps."""
-        self._call("on_client_steps", count)
-
-    def working(self, worker: str, client: int | None) -> None:
-        """A worker takes up a client; None: it is idle."""
-        self._call("on_client_start", worker, client)
-
-    def _call(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)

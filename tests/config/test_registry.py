@@ -291,3 +291,65 @@ def test_a_callback_is_not_part_of_what_a_run_is(tiny: list[str], modules: Path)
     assert main(["train", *tiny, f"run.dir={run}"]) == 0
     with open(run / "metrics.csv") as file:
         assert [row["counted"] for row in csv.DictReader(file)] == ["3", ""]
+
+
+BROKEN = """
+from pytorch_lightning.loggers import CSVLogger
+
+from fedx_pl import Partition, RoundCallback, SimCLR
+from fedx_pl.engines.local import SerialEngine
+from fedx_pl.evaluation import Evaluation
+from fedx_pl.federation.regularizers import Regularizer
+
+class Failing:
+    def __init__(self, *args, **kwargs):
+        raise ValueError("no such thing")
+
+class Method(Failing, SimCLR): ...
+class Callback(Failing, RoundCallback): ...
+class Logger(Failing, CSVLogger): ...
+class Engine(Failing, SerialEngine): ...
+class Measure(Failing, Evaluation): ...
+class Pull(Failing, Regularizer): ...
+class Deal(Failing, Partition): ...
+def network(channels, image_size):
+    raise ValueError("no such thing")
+def images(options, report):
+    raise ValueError("no such thing")
+
+class Asking(RoundCallback):
+    def __init__(self, metric, patience: int = 3): ...
+def asking(channels, depth, width: int = 3): ...
+"""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "method=broken:Method", "callbacks=[broken:Callback]", "logger=[broken:Logger]", "engine=broken:Engine",
+        "evaluation.also=[broken:Measure]", "regularizer=broken:Pull", "partition=broken:Deal",
+        "backbone=broken:network", "data=broken:images",
+    ],
+)  # fmt: skip
+def test_a_part_that_raises_when_it_is_made_is_named_with_its_error(
+    tiny: list[str], modules: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (modules / "broken.py").write_text(BROKEN)
+    words = [other for other in tiny if word[:4] != "data" or not other.startswith("data")]
+    assert main(["train", *words, word, f"run.dir={modules / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert word.partition("=")[2].strip("[]") in error
+    assert "(ValueError: no such thing)" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("word", "argument"), [("callbacks=[broken:Asking]", "metric"), ("backbone=broken:asking", "depth")]
+)
+def test_an_argument_without_a_default_is_named(
+    tiny: list[str], modules: Path, word: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (modules / "broken.py").write_text(BROKEN)
+    assert main(["train", *tiny, word]) == 2
+    error = capsys.readouterr().err
+    assert f"its argument {argument} has no default; keys come from arguments with plain defaults" in error

@@ -302,8 +302,8 @@ def test_make_passes_every_option_on(kind, direct):
 @pytest.mark.parametrize(
     ("options", "labels", "groups", "words"),
     [
-        (PartitionOptions(), None, None, ["partition.kind=dirichlet", "iid, quantity or folders"]),
-        (PartitionOptions(kind="classes"), None, None, ["partition.kind=classes", "iid, quantity or folders"]),
+        (PartitionOptions(), None, None, ["partition.kind=dirichlet", "type partition.kind=iid"]),
+        (PartitionOptions(kind="classes"), None, None, ["partition.kind=classes", "type partition.kind=iid"]),
         (PartitionOptions(kind="folders"), TEN, None, ["partition.kind=folders", "partition.kind=iid"]),
         (PartitionOptions(kind="folders"), TEN, TEN, ["federation.clients=5", "type federation.clients=10"]),
     ],

@@ -225,7 +225,7 @@ def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules:
             return super().new_actor()
 
     config = compose([*tiny, "method=mid_run:Mine", "engine.workers=1"])
-    with pytest.raises(UserError, match="has other code of Mine than this process"):
+    with pytest.raises(UserError, match="has other code of Mine or its callbacks than this process"):
         fitted(config, engine=on(Edited, config))
 
 

@@ -13,7 +13,10 @@ TensorBoard and in the checkpoint.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+
+from fedx_pl.errors import UserError
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
@@ -76,3 +79,48 @@ class RoundCallback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned when the last round was saved."""
+
+
+def kept_state(callback: RoundCallback) -> dict[str, Any]:
+    """A callback's `state_dict` as the checkpoint keeps it.
+
+    Raises:
+        UserError: it does not fit in JSON; it names the callback and the key.
+    """
+    name, state = type(callback).__name__, callback.state_dict()
+    if not isinstance(state, dict):
+        raise UserError(f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for nothing")
+    return {key: plain(value, f"state_dict() of the callback {name}", key) for key, value in state.items()}
+
+
+def plain(value: Any, where: str, key: object) -> Any:
+    """A value that fits in JSON: numbers of torch and numpy become Python's.
+
+    Args:
+        value: of a row or of a state.
+        where: it is found, for people.
+        key: its name there.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    try:
+        json.dumps({key: value})
+        return value
+    except (TypeError, ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(json.dumps({key: value}, default=_number))[key]
+    except (TypeError, ValueError, RecursionError, KeyError) as error:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise UserError(
+            f"{where} has {key!r}: a {type(value).__name__}{shape}, which does not fit in JSON ({error}); give "
+            f"numbers, texts, or lists and dicts of them, e.g. float(value) or value.tolist()"
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """A tensor or an array of one number."""
+    if getattr(value, "shape", None) != ():
+        raise TypeError(f"{type(value).__name__} is not one number")
+    return value.item()

@@ -12,7 +12,7 @@ from fedx_pl.callbacks.evaluation import EvaluationCallback
 from fedx_pl.callbacks.export import SaveEncoder
 from fedx_pl.callbacks.health import Health
 from fedx_pl.callbacks.loggers import Loggers
-from fedx_pl.callbacks.metrics import MetricsFiles
+from fedx_pl.callbacks.metrics import MetricsFiles, PlainRow
 from fedx_pl.callbacks.privacy import PrivacyBudget
 from fedx_pl.callbacks.progress import ProgressBar
 from fedx_pl.callbacks.quarantine import Quarantine
@@ -37,6 +37,7 @@ def all_callbacks(trainer: FederatedTrainer) -> list[RoundCallback]:
         Health(trainer.health),
         Quarantine(trainer.aggregate.quarantine),
         *own,
+        *([PlainRow(own)] if own else []),
         *([MaxTime(trainer.max_time)] if trainer.max_time is not None else []),
         *([Dashboard(trainer.client_curves)] if True in given else []),
         *([Loggers(loggers)] if loggers else []),

@@ -78,7 +78,8 @@ class Dashboard(RoundCallback):
         number = record.number
         losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
         told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
-        added = [key for key in row if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)]
+        numbers = [key for key, value in row.items() if isinstance(value, int | float)]
+        added = [key for key in numbers if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)]
         self._custom |= dict.fromkeys(added)
         if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
             writer.layout(layout(rows, list(self._custom)))

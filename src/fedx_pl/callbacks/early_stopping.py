@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.errors import require, whole_number
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -25,6 +26,8 @@ class EarlyStopping(RoundCallback):
             min_delta: a smaller change is no improvement.
             mode: ``max``: larger is better, ``min``: smaller.
         """
+        require("mode", repr(mode), mode in ("max", "min"), instead='mode="max" or "min"')
+        patience = whole_number("patience", patience, least=1)
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best: float | None = None
         self.waited = 0
@@ -47,6 +50,12 @@ class EarlyStopping(RoundCallback):
         if self.waited >= self.patience and record.number < trainer.max_rounds:
             trainer.note(f"{self.monitor} has not been better than {self.best:g} for {self.waited} measurements: stop")
             trainer.should_stop = True
+
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        """A number that is never there would never stop anything."""
+        if self.best is None and trainer.history:
+            there = ", ".join(key for key, value in trainer.history[-1].items() if isinstance(value, float))
+            trainer.note(f"EarlyStopping has waited for {self.monitor}, which no round had; there is {there}")
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far, and how long ago."""

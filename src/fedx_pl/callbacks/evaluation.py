@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.errors import UserError
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -40,7 +41,11 @@ class EvaluationCallback(RoundCallback):
             if trainer.evaluator.possible or not evaluation.needs_labels:
                 numbers = evaluation.measure(trainer, trainer.note)
                 trainer.model.load_shared(trainer.global_state.weights)  # It may have trained clients.
+                if not isinstance(numbers, dict):
+                    name = type(evaluation).__name__
+                    raise UserError(f"{name}.measure returns {numbers!r}; return a dict of numbers by name")
                 for key, value in numbers.items():
+                    value = value.item() if getattr(value, "shape", None) == () else value
                     if isinstance(value, int | float):
                         taken = key in found or key in row
                         found[f"{type(evaluation).__name__.lower()}_{key}" if taken else key] = float(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.base import RoundCallback, plain
+from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -38,3 +40,21 @@ class MetricsFiles(RoundCallback):
         write_atomically(trainer.folder / "metrics.csv", text.getvalue().encode())
         whole = {"untrained": trainer.untrained, "rounds": rows, "seconds": trainer.seconds}
         write_atomically(trainer.folder / "metrics.json", json.dumps(whole, indent=1).encode())
+
+
+class PlainRow(RoundCallback):
+    """Makes plain numbers of what the user's callbacks have added to the row, before anyone writes or shows it."""
+
+    def __init__(self, own: Sequence[RoundCallback]) -> None:
+        """Keeps their names.
+
+        Args:
+            own: the user's callbacks.
+        """
+        self._where = f"record.row, as {', '.join(type(callback).__name__ for callback in own)} left it,"
+
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+        """Refuses what is no plain number or text."""
+        if not isinstance(record.row, dict) or not all(isinstance(key, str) for key in record.row):
+            raise UserError(f"{self._where} is no dict of values by name; add to it: record.row['name'] = value")
+        record.row = {key: plain(value, self._where, key) for key, value in record.row.items()}

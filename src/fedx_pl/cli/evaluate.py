@@ -23,7 +23,7 @@ from fedx_pl.callbacks import progress
 from fedx_pl.cli.summary import evaluations
 from fedx_pl.config.build import brought, build
 from fedx_pl.config.compose import compose, load
-from fedx_pl.config.registry import EVALUATION, find
+from fedx_pl.config.registry import EVALUATION, make
 from fedx_pl.config.schema import Config
 from fedx_pl.data import split_file
 from fedx_pl.data.images import ARRAYS, ImageData
@@ -102,7 +102,7 @@ def evaluate_run(
             not given, or geometry, which trains, with other code than the run's.
     """
     config = _changed(_read(folder, allow_code), overrides)
-    evaluations = {kind: find(EVALUATION, kind)(config.evaluation) for kind in kinds}
+    evaluations = {kind: make(EVALUATION, kind, None, config.evaluation) for kind in kinds}
     train = any(evaluation.trains_clients for evaluation in evaluations.values())
     if config.data.name == ARRAYS and data is None:
         raise UserError(

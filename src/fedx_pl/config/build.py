@@ -26,9 +26,10 @@ from fedx_pl.config.registry import (
     MIXIN,
     RULE,
     WORDS,
-    call,
     find,
     is_foreign,
+    make,
+    making,
 )  # fmt: skip
 from fedx_pl.config.schema import TENSORBOARD, Config
 from fedx_pl.data import sources
@@ -175,13 +176,14 @@ def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "init"))
         backbone = make_backbone(config, channels=channels, image_size=image_size)
-        try:
-            model = method(backbone, optim=config.optim, **config.method_options, **options)
-        except TypeError as error:
-            raise UserError(
-                f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "
-                f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
-            ) from error
+        with making(METHOD.typed(config.method.name)):
+            try:
+                model = method(backbone, optim=config.optim, **config.method_options, **options)
+            except TypeError as error:
+                raise UserError(
+                    f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "
+                    f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
+                ) from error
     return model.to(memory_format=torch.channels_last)
 
 
@@ -193,18 +195,17 @@ def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Modul
     options = config.backbone
     if not is_foreign(BACKBONE, options.name):
         return backbones.build(options, channels=channels, image_size=image_size)
-    function = find(BACKBONE, options.name)
-    network = call(function, options, channels=channels, image_size=image_size)
+    network = make(BACKBONE, options.name, options, channels=channels, image_size=image_size)
     if not isinstance(network, nn.Module):
         raise UserError(f"backbone.name={options.name} returns {network!r}, which is not a torch module")
-    network.options, network.made_by = options, function  # type: ignore[assignment]
+    network.options, network.made_by = options, find(BACKBONE, options.name)  # type: ignore[assignment]
     return backbones.with_feature_dim(network, channels=channels, image_size=image_size)
 
 
 def make_loggers(config: Config) -> list[Logger | bool]:
     """Lightning's loggers of a configuration, in the run folder; True stands for our dashboard."""
     words = list(dict.fromkeys(config.logger))
-    others = [call(find(LOGGER, word), None, save_dir=config.run_folder) for word in words if word != TENSORBOARD]
+    others = [make(LOGGER, word, None, save_dir=config.run_folder) for word in words if word != TENSORBOARD]
     return [*([True] if TENSORBOARD in words else []), *others]
 
 
@@ -229,10 +230,10 @@ def make_trainer(
         privacy=config.privacy,
         rule=find(RULE, config.aggregate.rule) if is_foreign(RULE, config.aggregate.rule) else None,
         evaluation=config.evaluation,
-        evaluations=[find(EVALUATION, word)(config.evaluation) for word in config.evaluation.also],
+        evaluations=[make(EVALUATION, word, None, config.evaluation) for word in config.evaluation.also],
         health=config.health,
-        engine=engine or partial(find(ENGINE, config.engine.name), options=config.engine),
-        callbacks=[*(find(CALLBACK, word)() for word in config.callbacks), *callbacks],
+        engine=engine or partial(make, ENGINE, config.engine.name, None, options=config.engine),
+        callbacks=[*(make(CALLBACK, word, None) for word in config.callbacks), *callbacks],
         logger=make_loggers(config),
         default_root_dir=config.run_folder,
         accelerator=accelerator,

@@ -8,7 +8,8 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -131,18 +132,53 @@ def own_settings(thing: Any, known: type) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in plain if parameter.name not in usual}
 
 
-def call(thing: Callable[..., Any], options: object, **given: Any) -> Any:
-    """Calls a class or function with what it asks for, by name.
+def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) -> Any:
+    """Calls the class or function behind a word with what it asks for, by name.
 
     Args:
-        thing: what to call.
+        kind: of part.
+        word: as typed.
         options: the keys of its group, by which its arguments are found.
+        args: arguments that it must take.
         given: further arguments, which it need not take.
+
+    Raises:
+        UserError: it cannot be called so, or it raises; the word and the error are named.
     """
+    thing = find(kind, word)
     parameters = inspect.signature(thing).parameters
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     taken = {name: getattr(options, name) for name in parameters if hasattr(options, name) and name not in given}
-    return thing(**taken, **{name: value for name, value in given.items() if everything or name in parameters})
+    taken |= {name: value for name, value in given.items() if everything or name in parameters}
+    missing = _without_default(parameters.values(), len(args), taken)
+    if missing:
+        raise UserError(
+            f"{kind.typed(word)} cannot be made: its argument {missing[0]} has no default; keys come from arguments "
+            f"with plain defaults, so write e.g. {missing[0]}=1 in its signature"
+        )
+    with making(kind.typed(word)):
+        return thing(*args, **taken)
+
+
+@contextmanager
+def making(typed: str) -> Iterator[None]:
+    """Whatever a part raises while it is made is a `UserError` that names it.
+
+    Args:
+        typed: the part, as its key and word.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # Whatever a stranger's code does.
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise UserError(f"{typed} cannot be made ({reason}); --debug shows where it fails") from error
+
+
+def _without_default(parameters: Iterable[inspect.Parameter], positional: int, taken: Mapping[str, Any]) -> list[str]:
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][positional:]
+    return [one.name for one in named if one.default is one.empty and one.name not in taken]
 
 
 def _import(kind: Kind, path: str) -> object:

@@ -23,9 +23,9 @@ from fedx_pl.config.registry import (
     PARTITION,
     REGULARIZER,
     WORDS,
-    call,
     find,
     is_foreign,
+    make,
     own_settings,
 )
 from fedx_pl.data.augment import AugmentOptions
@@ -128,7 +128,7 @@ class PartitionOptions:
         """The partition that these options describe."""
         if self.file:
             return FromFile(clients=clients, file=self.file)
-        partition: Partition = call(find(PARTITION, self.kind), self, clients=clients)
+        partition: Partition = make(PARTITION, self.kind, self, clients=clients)
         return partition
 
 
@@ -153,7 +153,7 @@ class RegularizerOptions:
 
     def made(self) -> Regularizer:
         """The regularizer that these options describe."""
-        regularizer: Regularizer = call(find(REGULARIZER, self.name), self)
+        regularizer: Regularizer = make(REGULARIZER, self.name, self)
         return regularizer
 
 

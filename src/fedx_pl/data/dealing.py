@@ -8,6 +8,7 @@ client gets); single images are dealt once, when the counts are settled: a thous
 import math
 import warnings
 from collections.abc import Callable
+from numbers import Real
 
 import numpy as np
 
@@ -140,6 +141,8 @@ def _rng(seed: int, purpose: str) -> np.random.Generator:
 
 def check_clients(clients: int, num_images: int) -> None:
     """Raises a `UserError` if there are too few or too many clients."""
+    if isinstance(clients, bool) or not hasattr(clients, "__index__"):
+        raise UserError(f"federation.clients={clients!r} is not a whole number: type federation.clients=10")
     if clients < 1:
         raise UserError(f"federation.clients={clients} must be at least 1: type federation.clients=10")
     if clients > num_images:
@@ -151,8 +154,8 @@ def check_clients(clients: int, num_images: int) -> None:
 
 def check_beta(beta: float) -> None:
     """Raises a `UserError` if it is no concentration."""
-    if not 0 < beta < math.inf:  # written so that NaN fails too
-        raise UserError(f"partition.beta={beta} must be a number above 0: type partition.beta=0.5")
+    if not (isinstance(beta, Real) and 0 < beta < math.inf):  # written so that NaN fails too
+        raise UserError(f"partition.beta={beta!r} must be a number above 0: type partition.beta=0.5")
 
 
 def _cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -155,5 +155,7 @@ def normalization(
     means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
     for key, values in (("mean", means), ("std", stds)):
         require(f"data.{key}", list(values), len(values) == channels, instead=f"{channels} numbers, one per channel")
+    for value in means:
+        require("data.mean", list(means), 0 <= value <= 1, instead="numbers in 0..1: divide those of 0..255 by 255")
     require("data.std", list(stds), all(value > 0 for value in stds), instead="positive numbers")
     return means, stds

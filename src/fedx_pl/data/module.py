@@ -6,21 +6,21 @@ pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' image
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
 from fedx_pl.data.images import ARRAYS, Arrays, DataOptions, ImageData, Split, normalization
-from fedx_pl.data.partition import Dirichlet, Given, Partition
+from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import require
+from fedx_pl.errors import UserError, in_arguments, options_of, require, whole_number
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
 
@@ -30,10 +30,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        source: "str | DataOptions | ImageData | Arrays | Sequence[Dataset[Any]]",
+        source: "str | DataOptions | ImageData | Arrays | Dataset[Any] | Sequence[Dataset[Any]]",
         *,
         partition: Partition | None = None,
-        test: Arrays | None = None,
+        test: "Arrays | Dataset[Any] | None" = None,
         batch_size: int = 128,
         augment: AugmentOptions | None = None,
         mean: Sequence[float] = (),
@@ -49,10 +49,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
         Args:
             source: the name of a data set (``"cifar10"``, ``"folder"``), `DataOptions` with more to say, a pair of
-                arrays (images uint8 (N, H, W, C), labels (N,) or None), or one map-style data set per client, whose
-                items are images or (image, label).
+                arrays (images uint8 (N, H, W, C), labels (N,) or None), a map-style data set whose items are images
+                or (image, label), or a list with one such data set per client.
             partition: how images are dealt to clients; `Dirichlet()` if not given. Data sets of clients need none.
-            test: labeled arrays to evaluate on, for arrays and data sets.
+            test: labeled arrays or a data set to evaluate on, for arrays and data sets.
             batch_size: images per step; with FedX, half of them make the relation batch.
             augment: random views; those of the paper if not given.
             mean: per channel, of pixels in 0..1; known for named data sets, 0.5 for others.
@@ -66,11 +66,13 @@ class FederatedDataModule(pl.LightningDataModule):
             report: takes a line for each thing worth knowing while images are loaded.
         """
         super().__init__()
-        require("batch_size", batch_size, batch_size >= 2, instead="batch_size=2 or more")
+        batch_size = whole_number("batch_size", batch_size, least=2)
+        limit, seed = whole_number("limit", limit, least=0), whole_number("seed", seed, least=0)
+        _require_meant(source, partition=partition, test=test, limit=limit, loader=loader)
         self.source, self.test, self.report, self.loader = source, test, report, loader
         self.partition = partition or Dirichlet()
-        self.batch_size, self.augment_options = batch_size, augment or AugmentOptions()
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.batch_size, self.augment_options = batch_size, options_of("augment", augment, AugmentOptions)
+        self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
         self.root, self.limit, self.resident_gb, self.seed = root, limit, resident_gb, seed
         self._stores: dict[torch.device, ImageStore] = {}
         self._ready = False
@@ -79,9 +81,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """Loads the images and deals them out, once."""
         if self._ready:
             return
-        self.images = self._load()
-        self.clients = self.partition.deal(self.images, self.seed)
-        self.augment = self._make_augment()
+        with in_arguments(not isinstance(self.source, DataOptions | ImageData)):
+            self.images = self._load()
+            dealt = self.partition.deal(self.images, self.seed)
+            self.clients = checked(dealt, self.partition, len(self.images.train.images))
+            self.augment = self._make_augment()
         self._ready = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,12 +188,14 @@ class FederatedDataModule(pl.LightningDataModule):
             return sources.load(source, seed=self.seed, report=self.report, source=self.loader)
         if isinstance(source, ImageData):
             return source
-        if isinstance(source, tuple):
-            return sources.of_arrays(source, self.test)
-        images, owners = _of_datasets(source)
-        rows = tuple(tuple(np.flatnonzero(owners == client).tolist()) for client in range(len(source)))
-        self.partition = Given(clients=len(source), rows=rows)
-        return sources.of_arrays(images, self.test)
+        test = _arrays(self.test, "the test images")
+        if not _one_per_client(source):
+            return sources.of_arrays(_arrays(source, "source"), test)  # type: ignore[arg-type]
+        images, owners = sources.of_datasets(source)  # type: ignore[arg-type]
+        count = int(owners[-1]) + 1
+        rows = tuple(tuple(np.flatnonzero(owners == client).tolist()) for client in range(count))
+        self.partition = Given(clients=count, rows=rows)
+        return sources.of_arrays(images, test)
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape
@@ -198,30 +204,51 @@ class FederatedDataModule(pl.LightningDataModule):
         return Augment(self.augment_options.for_side(side), *statistics)
 
 
+def _require_meant(source: object, *, partition: object, test: object, limit: int, loader: object) -> None:
+    """Refuses a source that is none, and arguments that would do nothing beside it."""
+    name = type(source).__name__
+    if isinstance(source, type | DataLoader | pl.LightningDataModule) or not (
+        isinstance(source, str | DataOptions | ImageData) or hasattr(source, "__getitem__")
+    ):
+        raise UserError(
+            f'source is {source if isinstance(source, type) else name}; give a name ("cifar10"), arrays (images, '
+            f"labels), a map-style torch data set, or a list with one data set per client"
+        )
+    if partition is not None and not isinstance(partition, Partition):
+        raise UserError(f"partition={partition!r} is not a Partition; write e.g. partition=IID(clients=10)")
+    if isinstance(source, str | DataOptions | ImageData) and test is not None:
+        raise UserError(f"test= is for arrays and data sets; {name} has test images of its own: leave it out")
+    if not isinstance(source, str | DataOptions | ImageData) and loader is not None:
+        raise UserError("loader= is for a data set by its name; leave it out, or give a name as source")
+    if not isinstance(source, str) and limit:
+        instead = "DataOptions(limit=...)" if isinstance(source, DataOptions) else "fewer images"
+        raise UserError(f"limit={limit} is for a data set by its name; give {instead} instead")
+    if _one_per_client(source):
+        if not len(source):  # type: ignore[arg-type]
+            raise UserError("source is an empty list; give one data set per client")
+        if partition is not None:
+            raise UserError(
+                f"partition={type(partition).__name__} beside a list of data sets, each of which is a client; leave it "
+                f"out, or give one data set, e.g. torch.utils.data.ConcatDataset(source)"
+            )
+
+
+def _per_channel(name: str, values: Any) -> tuple[float, ...]:
+    values = (values,) if isinstance(values, Real) else tuple(values)
+    require(name, values, all(isinstance(value, Real) for value in values), instead=f"{name}=[0.5], one per channel")
+    return tuple(value if isinstance(value, int) else float(value) for value in values)
+
+
+def _one_per_client(source: object) -> bool:
+    return isinstance(source, tuple | list) and not sources.is_pair(source)
+
+
+def _arrays(source: Any, name: str) -> Arrays | None:
+    """Arrays, or a data set as arrays."""
+    if source is None or sources.is_pair(source):
+        return source
+    return (source, None) if sources.is_array(source) else sources.of_datasets([source], f"{name}, data set")[0]
+
+
 def _silent(line: str) -> None:
     """Takes lines that nobody reads."""
-
-
-def _of_datasets(clients: "Sequence[Dataset[Any]]") -> tuple[Arrays, np.ndarray]:
-    """All items of the clients' data sets as arrays, and who owns which."""
-    images: list[np.ndarray] = []
-    labels: list[int] = []
-    owners: list[int] = []
-    for client, dataset in enumerate(clients):
-        for number in range(len(dataset)):  # type: ignore[arg-type]
-            item = dataset[number]
-            image, label = item if isinstance(item, tuple) else (item, -1)
-            images.append(_pixels(image))
-            labels.append(int(label))
-            owners.append(client)
-    labeled = np.array(labels, np.int64)
-    return (np.stack(images), labeled if (labeled >= 0).any() else None), np.array(owners)
-
-
-def _pixels(image: Any) -> np.ndarray:
-    """An image as uint8 (H, W, C): a PIL image, an array (H, W, C), or a tensor (C, H, W) of bytes or of 0..1."""
-    if isinstance(image, Tensor):
-        whole = image if image.dtype == torch.uint8 else (image * 255).round().clamp(0, 255).to(torch.uint8)
-        return np.ascontiguousarray(whole.movedim(0, -1).numpy())
-    pixels = np.asarray(image)
-    return pixels[..., None] if pixels.ndim == 2 else pixels

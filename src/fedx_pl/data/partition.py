@@ -5,7 +5,9 @@
 A partition of one's own is a subclass with a method `deal`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,7 @@ class Partition:
             data: the images, with labels and groups if there are any.
             seed: the same for the same split.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define deal(data, seed)")
+        raise UserError(f"partition={type(self).__name__} must define deal(data, seed)")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Folders(Partition):
         dealing.check_clients(self.clients, len(data.train.images))
         if data.train.groups is None:
             raise UserError(
-                "partition.kind=folders needs sub-folders in data.root: type partition.kind=iid or quantity"
+                "partition.kind=folders needs sub-folders in data.root: type partition.kind=iid or "
+                "partition.kind=quantity"
             )
         split = dealing.by_group(data.train.groups)
         if len(split) != self.clients:
@@ -139,6 +142,44 @@ class Elsewhere(Partition):
         return []
 
 
+def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray]:
+    """What `Partition.deal` returned: sorted int64 rows of each client, disjoint and not empty.
+
+    Raises:
+        UserError: a client's rows are something else; it names the client.
+    """
+
+    def wrong(what: str) -> UserError:
+        return UserError(
+            f"partition={type(partition).__name__} gives {what}; deal(data, seed) returns one array of image numbers "
+            f"from 0 to {num_images - 1} for each client, disjoint and not empty"
+        )
+
+    if not isinstance(rows, Sequence | np.ndarray):
+        raise wrong(f"a {type(rows).__name__}")
+    if not len(rows) and not isinstance(partition, Elsewhere):
+        raise wrong("images to no client")
+    owner = np.full(num_images, -1, np.int64)
+    clients = []
+    for client, own in enumerate(rows):
+        numbers = np.asarray(own)
+        if not numbers.size:
+            raise wrong(f"no images to client {client}")
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise wrong(f"{numbers.dtype} {numbers.shape} to client {client}, which are no image numbers")
+        if numbers.min() < 0 or numbers.max() >= num_images:
+            odd = numbers[(numbers < 0) | (numbers >= num_images)][0]
+            raise wrong(f"image {odd} to client {client}")
+        numbers = np.sort(numbers.astype(np.int64, copy=False))
+        if len(taken := numbers[owner[numbers] >= 0]):
+            raise wrong(f"image {taken[0]} to client {owner[taken[0]]} and to client {client}")
+        if len(twice := numbers[1:][numbers[1:] == numbers[:-1]]):
+            raise wrong(f"image {twice[0]} twice to client {client}")
+        owner[numbers] = client
+        clients.append(numbers)
+    return clients
+
+
 # By their words on the command line.
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,
@@ -152,6 +193,7 @@ PARTITIONS: dict[str, type[Partition]] = {
 def _labels(data: ImageData, kind: str) -> np.ndarray:
     if data.train.labels is None:
         raise UserError(
-            f"partition.kind={kind} needs labels and the images have none: type partition.kind=iid, quantity or folders"
+            f"partition.kind={kind} needs labels and the images have none: type partition.kind=iid or "
+            f"partition.kind=quantity, or partition.kind=folders if they are in folders"
         )
     return data.train.labels

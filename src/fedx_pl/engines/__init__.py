@@ -7,12 +7,13 @@ decides where a client trains, never what it computes: the same seed gives the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fedx_pl.engines.base import Engine, EngineOptions
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine
-from fedx_pl.errors import require
+from fedx_pl.errors import UserError, require
 from fedx_pl.federation.round import Lost
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ __all__ = ["ENGINES", "Engine", "EngineOptions", "Lost", "make"]
 ENGINES: dict[str, type[Engine]] = {"serial": SerialEngine, "ray": RayEngine}
 
 
-def make(options: EngineOptions, trainer: FederatedTrainer) -> Engine:
-    """The engine that the options name."""
+def make(options: EngineOptions | Callable[[FederatedTrainer], Engine], trainer: FederatedTrainer) -> Engine:
+    """The engine that the options name, or that a class or function makes."""
+    if not isinstance(options, EngineOptions):
+        made = options(trainer)
+        if not isinstance(made, Engine):
+            raise UserError(f"engine={options!r} makes {made!r}; give a subclass of fedx_pl.Engine")
+        return made
     require("engine.name", options.name, options.name in ENGINES, instead=f"engine={' or '.join(ENGINES)}")
     return ENGINES[options.name](trainer, options)

@@ -65,7 +65,7 @@ class Engine:
             clients: who trains.
             memory_of: what a client remembers, asked for when its turn comes.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define run(context, clients, memory_of)")
 
     def close(self) -> None:
         """Lets go of processes and connections."""

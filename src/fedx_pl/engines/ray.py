@@ -180,9 +180,9 @@ class RayEngine(Engine):
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
-                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__}, or of "
-                f"its callbacks than this process; give all machines the same files, and do not edit them while a "
-                f"run trains"
+                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} or its "
+                f"callbacks than this process; give all machines the same files, and do not edit them while a run "
+                f"trains"
             )
 
     def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:

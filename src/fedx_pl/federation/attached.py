@@ -14,7 +14,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation import estimate, privacy
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
+from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.seeding import derive
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ class Attached:
     device: torch.device
     state: RunState
     global_state: GlobalState
+    workplace: Any  # the engine
+    _record: RoundRecord | None
     # The trainer's arguments
+    callbacks: list[Any]
     max_rounds: int
     local_epochs: int
     clients_per_round: int | float
@@ -172,3 +175,35 @@ class Attached:
             self.model.load_shared(self.global_state.weights)
         except ValueError as error:
             raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
+
+    # --- what callbacks may do ----------------------------------------------------------------------------------------
+
+    @property
+    def alarms(self) -> list[str]:
+        """What went wrong in any round."""
+        return [alarm for callback in self.callbacks for alarm in getattr(callback, "alarms", [])]
+
+    def name_of(self, client: int) -> str:
+        """A client's name for people."""
+        return self.workplace.name_of(client)
+
+    def note(self, text: str) -> None:
+        """Tells the user something; within a round, it is kept with the round."""
+        if self._record is not None and self._record.number > self.current_round:
+            self._record.notes.append(text)
+            text = f"round {self._record.number}: {text}"
+        self._call("on_note", text)
+
+    # --- what engines tell --------------------------------------------------------------------------------------------
+
+    def step(self, count: int = 1) -> None:
+        """Some client has taken optimizer steps."""
+        self._call("on_client_steps", count)
+
+    def working(self, worker: str, client: int | None) -> None:
+        """A worker takes up a client; None: it is idle."""
+        self._call("on_client_start", worker, client)
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)

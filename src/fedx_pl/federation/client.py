@@ -16,6 +16,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fedx_pl.data.batches import ClientData, LocalEpochs
+from fedx_pl.errors import UserError
 from fedx_pl.federation.device import resolve_precision
 from fedx_pl.federation.privacy import PrivacyOptions, protect
 from fedx_pl.federation.regularizers import Regularizer
@@ -145,6 +146,7 @@ class LocalTrainer:
         metrics |= {"loss_scale": scale["scale"]} if scale else {}
         for callback in self._telling:
             metrics |= callback.round_metrics() if hasattr(callback, "round_metrics") else {}
+        metrics = {name: _number(name, value) for name, value in metrics.items()}
         memory = ClientMemory(
             private=model.private_state(),
             batchnorm=_copied(batchnorm_statistics(model)) if context.batchnorm == "local" else {},
@@ -175,6 +177,15 @@ def batchnorm_statistics(model: SSLMethod) -> State:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module_name.split(".")[0] not in private
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+def _number(name: str, value: Any) -> float:
+    """A plain number, also of a tensor or an array of one."""
+    if isinstance(value, int | float):
+        return value
+    if getattr(value, "shape", None) != ():
+        raise UserError(f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its mean")
+    return value.item()
 
 
 def _copied(state: State) -> State:

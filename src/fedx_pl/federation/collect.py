@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fedx_pl.errors import UserError
 from fedx_pl.federation.aggregate import Aggregator, BadUpdate
 from fedx_pl.federation.round import GlobalState, Lost, RoundRecord, Update
 from fedx_pl.files import size_of
@@ -49,6 +50,19 @@ def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) ->
             saved[outcome.client] = where
     record.updates.sort(key=lambda update: update.client)  # In whatever order they came.
     return saved
+
+
+def require_enough(trainer: FederatedTrainer, record: RoundRecord) -> None:
+    """Raises a `UserError` if a round has too few good updates."""
+    number, good, told = record.number, len(record.updates), trainer.description
+    if good < trainer.min_clients:
+        again = "type the same command" if told.typed else "call fit again"
+        asking = "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
+        raise UserError(
+            f"round {number} has {good} good updates, {told.key('min_clients')}={trainer.min_clients}; "
+            f"round {number - 1} is saved in {trainer.folder}. When the clients named above are mended, {again} to go "
+            f"on with round {number}; add {asking} to ask those in quarantine, too"
+        )
 
 
 def next_state(

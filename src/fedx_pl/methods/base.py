@@ -22,7 +22,8 @@ import torch
 from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.backbones import with_feature_dim
+from fedx_pl.errors import UserError, options_of, require
 from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.provenance import loaded_code
 
@@ -174,18 +175,20 @@ class SSLMethod(pl.LightningModule):
         """Makes the online network.
 
         Args:
-            backbone: maps images to (n, ``backbone.feature_dim``).
+            backbone: maps images to (n, ``backbone.feature_dim``), which is found by a forward pass if it is not
+                there.
             hidden_dim: hidden units of the projector.
             embed_dim: dimensions of ``z``.
             optim: optimiser settings; the paper's by default.
         """
         super().__init__()
         self.save_hyperparameters(ignore=["backbone"])  # Those of subclasses, too: Lightning looks at their frames.
-        require("method.hidden_dim", hidden_dim, hidden_dim >= 1, instead="method.hidden_dim=256")
-        require("method.embed_dim", embed_dim, embed_dim >= 1, instead="method.embed_dim=256")
-        self.feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
+        for name, units in (("hidden_dim", hidden_dim), ("embed_dim", embed_dim)):
+            possible = hasattr(units, "__index__") and units >= 1
+            require(f"method.{name}", units, possible, instead=f"method.{name}=256")
+        self.feature_dim = int(with_feature_dim(backbone).feature_dim)  # type: ignore[arg-type]
         self.hidden_dim, self.embed_dim = hidden_dim, embed_dim
-        self.optim = optim or OptimOptions()
+        self.optim = options_of("optim", optim, OptimOptions)
         self.backbone = backbone
         self.projector: nn.Module = mlp(self.feature_dim, hidden_dim, embed_dim)
         self.term_names: tuple[str, ...] = ()
@@ -321,6 +324,11 @@ class SSLMethod(pl.LightningModule):
     def training_step(self, batch: Views, batch_idx: int) -> Tensor:
         """Sums the terms and keeps them on the device: no host synchronisation per step."""
         loss = self.loss(batch, self.embed_views(batch))
+        if not isinstance(loss, Loss):
+            name = type(self).__name__
+            raise UserError(
+                f"{name}.loss returns a {type(loss).__name__}; return Loss({name.lower()}=...), named terms"
+            )
         self.term_names = self.term_names or tuple(loss)
         if tuple(loss) != self.term_names:
             raise RuntimeError(f"loss terms changed within a round from {self.term_names} to {tuple(loss)}")

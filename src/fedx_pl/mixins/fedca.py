@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError, options_of, require
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -43,7 +43,7 @@ class FedCAMixin(Mixin):
             kwargs: of the method.
         """
         super().__init__(*args, **kwargs)
-        self.fedca = fedca or FedCAOptions()
+        self.fedca = options_of("fedca", fedca, FedCAOptions)
         network = nn.ModuleDict({"backbone": copy_network(self.backbone), "projector": copy_network(self.projector)})
         state = _base_state(self.fedca.base)
         try:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedx_pl.errors import options_of
 from fedx_pl.losses import global_contrast, nt_xent, relational
 from fedx_pl.methods.base import Embeddings, Loss, Views, mlp
 from fedx_pl.mixins.base import Mixin
@@ -53,7 +54,7 @@ class FedXMixin(Mixin):
             kwargs: of the method.
         """
         super().__init__(*args, **kwargs)
-        self.fedx = fedx or FedXOptions()
+        self.fedx = options_of("fedx", fedx, FedXOptions)
         self.now = self.fedx  # what counts in this round
         self.relation_batch = self.fedx.relational and self.fedx.relation == "batch"
         self.fedx_head = mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()

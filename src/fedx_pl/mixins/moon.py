@@ -10,7 +10,7 @@ from typing import Any
 from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
-from fedx_pl.errors import require
+from fedx_pl.errors import options_of, require
 from fedx_pl.losses import model_contrast
 from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
 from fedx_pl.mixins.base import Mixin
@@ -46,7 +46,7 @@ class MoonMixin(Mixin):
             kwargs: of the method.
         """
         super().__init__(*args, **kwargs)
-        self.moon = moon or MoonOptions()
+        self.moon = options_of("moon", moon, MoonOptions)
         self.moon_previous = nn.Sequential(copy_network(self.backbone), copy_network(self.projector))
         deactivate_requires_grad(self.moon_previous)
         self._moon_global, self._moon_before = Frozen(), Frozen()

@@ -27,6 +27,7 @@ from fedx_pl.data.images import (
     root_folder,
 )
 from fedx_pl.data.sources import cache, fetch, folder, named
+from fedx_pl.data.sources.arrays import is_array, of_arrays
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.fetch import FetchError
 from fedx_pl.data.sources.formats import FormatError, one_line
@@ -56,11 +57,21 @@ def load(options: DataOptions, seed: int = 0, report: Report = print, *, source:
         UserError: nothing usable was found, or an option makes no sense.
     """
     _check(options, known=source is not None)
-    found = (source or SOURCES[options.name])(options, report)
     if source is None:
+        found = SOURCES[options.name](options, report)
         assert isinstance(found, ImageData)
         return replace(_subset(found, options, seed), options=options)
-    data = found if isinstance(found, ImageData) else of_arrays(*_pairs(found))
+    try:
+        found = source(options, report)
+    except UserError:
+        raise
+    except Exception as error:  # Whatever a stranger's function does.
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(
+            f"data.name={options.name}: its images cannot be loaded ({reason}); it is called as function(options, "
+            f"report) and returns (images, labels)"
+        ) from error
+    data = found if isinstance(found, ImageData) else of_arrays(*pairs(found))
     _, side, _, channels = data.train.images.shape
     told = replace(options, image_size=side, grayscale=channels == 1)
     if channels not in (1, 3):  # Then how many there are is told by the mean.
@@ -70,30 +81,12 @@ def load(options: DataOptions, seed: int = 0, report: Report = print, *, source:
     return replace(_subset(replace(data, fingerprint=fingerprint), options, seed), name=options.name, options=told)
 
 
-def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
-    """Images from arrays, to train on and to evaluate on."""
-    images, labels = train
-    if images.dtype != np.uint8 or images.ndim != 4:
-        raise UserError(
-            f"the images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. images.transpose(0, 2, 3, 1)"
-        )
-    classes = tuple(str(number) for number in range(int(labels.max()) + 1)) if labels is not None else ()
-    held_out = None if test is None else Split(*test)
-    name = cache.fingerprint_of(Split(images, labels), held_out)
-    return ImageData(
-        name=ARRAYS,
-        train=Split(images, labels),
-        test=held_out,
-        classes=classes,
-        group_names=(),
-        source="arrays",
-        fingerprint=name,
-    )
-
-
-def _pairs(found: Any) -> tuple[Arrays, Arrays | None]:
-    """(images, labels), or two such pairs, to train on and to evaluate on."""
-    return found if isinstance(found[0], tuple) else (found, None)
+def pairs(found: Any) -> tuple[Arrays, Arrays | None]:
+    """(images, labels), or two such pairs, to train on and to evaluate on; images alone have no labels."""
+    if is_array(found):
+        return (found, None), None
+    nested = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list)
+    return (found[0], found[1]) if nested else (found, None)
 
 
 def stored_side(options: DataOptions) -> int:
