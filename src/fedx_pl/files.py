@@ -33,10 +33,15 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+# How names of what is being written end. No file of a user's own is called so, and what is found under such a name in
+# a folder of ours was left by a process that was killed.
+UNFINISHED = ".fedx-pl.tmp"
+
+
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -51,7 +56,7 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 def clear_unfinished(folder: Path) -> None:
     """Removes what processes that were killed left half written; only for who holds the folder's lock."""
-    for path in list(folder.rglob(".*.tmp")):
+    for path in list(folder.rglob(f".*{UNFINISHED}")):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 

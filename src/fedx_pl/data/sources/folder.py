@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedx_pl.data.images import DataOptions, ImageData, Split, root_folder
+from fedx_pl.data.images import DataOptions, ImageData, Split, cache_folder, root_folder
 from fedx_pl.data.sources.cache import fingerprint
 from fedx_pl.data.sources.decode import Report, decode, printable
 from fedx_pl.data.sources.survey import survey
@@ -43,8 +43,9 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         raise UserError("data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv")
     table = Path(options.labels).expanduser() if options.labels not in ("none", "folders") else None
 
-    # a test folder or a table inside the root is no training image
-    paths = list_files(root, report, leave_out=[path.resolve() for path in (test_root, table) if path])
+    # a test folder, a table or our own cache inside the root is no training image
+    own = [path.resolve() for path in (test_root, table, cache_folder(options)) if path]
+    paths = list_files(root, report, leave_out=own)
     if not paths:
         raise UserError(f"data.root={options.root}: no images in {root.resolve()}")
     test_paths = list_files(test_root, report) if test_root else []

@@ -166,6 +166,7 @@ def _check(options: DataOptions, *, known: bool) -> None:
     if not known and options.name not in SOURCES:
         instead = known_names(options.name, [name for name in SOURCES if name != ARRAYS], prefix="data.name=")
         raise UserError(f"data.name={options.name} is not known{instead}")
+    _check_places(options)
     for key in ("limit", "test_limit", "image_size", "workers"):
         if getattr(options, key) < 0:
             raise UserError(f"data.{key}={getattr(options, key)}: type 0 or a positive number")
@@ -176,6 +177,18 @@ def _check(options: DataOptions, *, known: bool) -> None:
         )
     if not 0 <= options.test_fraction < 1:
         raise UserError(f"data.test_fraction={options.test_fraction}: type a number from 0 to below 1, e.g. 0.2")
+
+
+def _check_places(options: DataOptions) -> None:
+    for key in ("root", "cache", "test_root", "labels"):
+        if "\0" in getattr(options, key):
+            raise UserError(f"data.{key}={getattr(options, key)!r}: no path has a NUL character; type one without it")
+    root, kept = root_folder(options).resolve(), cache_folder(options).resolve()
+    if kept in (root, root / options.name) or root == kept / options.name:
+        raise UserError(
+            f"data.cache={cache_folder(options)} is where data.root={options.root} has its own files, which copies might "
+            f"replace; type data.cache=ANOTHER"
+        )
 
 
 def _subset(data: ImageData, options: DataOptions, seed: int) -> ImageData:
@@ -239,7 +252,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
         try:
             cache.write(cache_folder(options) / options.name, found.raw.arrays, info)
             report(f"{options.name}: {source}: complete, kept in {cache_folder(options) / options.name}")
-        except OSError as error:  # a read-only place costs time on the next run, nothing else
+        except (OSError, CacheError) as error:  # a place that cannot be used costs time on the next run, nothing else
             report(f"{options.name}: not cached in {cache_folder(options)}: {one_line(error)}")
         return found
 
@@ -269,7 +282,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
 
 
 def _from_cache(options: DataOptions) -> _Found:
-    content = cache.read(cache_folder(options) / options.name)
+    content = cache.read(cache_folder(options) / options.name, unsigned=True)  # its arrays may be hard to get again
     official = named.SHA256.get(options.name)
     try:
         train, test = (
@@ -277,7 +290,7 @@ def _from_cache(options: DataOptions) -> _Found:
         )
         raw = RawSet(train, test, tuple(content.info["classes"]))
         source, verified = content.info["source"], content.info["verified"]
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise CacheError(f"{cache_folder(options) / options.name} lacks {error}") from error
     if options.verify and (not verified or (official and content.hashes != official)):
         raise CacheError("holds a copy that is not the official one; data.verify=false accepts it")
