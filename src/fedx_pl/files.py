@@ -3,7 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +53,40 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Gives a file to write into, and moves it to ``path`` when the block ends without an error.
+
+    Like `write_atomically`, for content that is made piece by piece. A link is followed.
+    """
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, place)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def require_file(path: Path, option: str = "-o") -> None:
+    """Refuses a place that no file can be written to.
+
+    Args:
+        path: as typed after ``option``.
+        option: of the command.
+
+    Raises:
+        UserError: it is a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option} {path} is not a file, and is left as it is; type the name of a new file")
 
 
 def clear_unfinished(folder: Path) -> None:

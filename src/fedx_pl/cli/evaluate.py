@@ -32,6 +32,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.files import write_atomically
+from fedx_pl.names import say
 from fedx_pl.provenance import foreign_code
 from fedx_pl.trainer import FederatedTrainer
 
@@ -65,7 +66,7 @@ def evaluate_run(
     folder: Path,
     kinds: Sequence[str],
     overrides: Sequence[str] = (),
-    report: Report = print,
+    report: Report = say,
     tick: Tick | None = None,
     round_number: int | None = None,
     *,

@@ -43,6 +43,7 @@ from fedx_pl.federation.identity import Identity, flat
 from fedx_pl.federation.regularizers import require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.mixins import MIXINS, wrap
+from fedx_pl.names import say
 from fedx_pl.seeding import derive
 from fedx_pl.trainer import FederatedTrainer
 
@@ -74,7 +75,7 @@ class Run:
 
 def build(
     config: Config,
-    report: Report = print,
+    report: Report = say,
     *,
     images: ImageData | None = None,
     partition: Partition | None = None,
@@ -136,7 +137,7 @@ def brought(config: Config) -> list[Any]:
 
 
 def make_data(
-    config: Config, report: Report = print, *, images: ImageData | None = None, partition: Partition | None = None
+    config: Config, report: Report = say, *, images: ImageData | None = None, partition: Partition | None = None
 ) -> FederatedDataModule:
     """The images of a configuration, not loaded yet, or those that are there already."""
     return FederatedDataModule(

@@ -22,6 +22,7 @@ from fedx_pl.data.partition import Dirichlet, Given, Partition
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import require
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.names import say
 from fedx_pl.seeding import derive
 
 
@@ -43,7 +44,7 @@ class FederatedDataModule(pl.LightningDataModule):
         resident_gb: float = 4.0,
         seed: int = 0,
         loader: sources.Source | None = None,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] = say,
     ) -> None:
         """Says which images; they are loaded by `setup`.
 

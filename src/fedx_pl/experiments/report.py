@@ -11,6 +11,7 @@ from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inl
 from fedx_pl.experiments.results import KNN, Result, Runs, match, read_results
 from fedx_pl.experiments.tables import GEOMETRY, Paper
 from fedx_pl.files import write_atomically
+from fedx_pl.names import say
 
 MAIN = "table1"  # the experiment whose gains open the report
 
@@ -19,7 +20,7 @@ def write_report(
     results: Path,
     definitions: Path = Path("experiments"),
     out: Path | None = None,
-    report: Callable[[str], object] = print,
+    report: Callable[[str], object] = say,
 ) -> list[Path]:
     """Writes ``report.md``, ``report.html`` and ``figures/NAME.png``.
 

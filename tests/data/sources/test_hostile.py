@@ -189,3 +189,29 @@ class TestFlippedBits:
         assert same(first, load(own(tmp_path), report=lines.append))
         assert len(lines) == 3
         assert all("older version" in line for line in lines)
+
+
+class TestNames:
+    @pytest.mark.parametrize("key", ["root", "cache", "test_root", "labels"])
+    @pytest.mark.parametrize(("path", "told"), [("a\0b", "NUL"), ("caf\udce9", r"caf\\xe9 is not UTF-8; rename it")])
+    def test_paths_that_cannot_be_are_named(self, tmp_path: Path, key: str, path: str, told: str) -> None:
+        with pytest.raises(UserError, match=rf"data\.{key}=.*{told}"):
+            load(own(tmp_path, **{key: path}), report=silent)
+
+    def test_classes_that_are_no_text_are_readable_and_stay_different(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        paint(tmp_path, classes=3)
+        names = [b"caf\xe9", rb"caf\xe9", b"\x1b[31mred\n"]
+        for label, name in enumerate(names):
+            os.rename(tmp_path / "images" / f"class{label}", os.path.join(os.fsencode(tmp_path / "images"), name))
+        data = load(own(tmp_path), report=silent)
+        assert set(data.classes) == {r"caf\xe9", r"caf\\xe9", r"\x1b[31mred\x0a"}
+        assert set(data.group_names) == set(data.classes)
+        assert data.train.labels is not None
+        assert np.bincount(data.train.labels).tolist() == [2, 2, 2]
+        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.labels=folders"]
+        assert cli.main(["data", "folder", *words]) == 0
+        shown = capsys.readouterr().out
+        assert r"caf\xe9 2" in shown
+        assert "\x1b" not in shown

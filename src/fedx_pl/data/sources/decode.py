@@ -27,6 +27,7 @@ from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.formats import one_line
 from fedx_pl.data.sources.image_files import Answered, Task, decode_batch
 from fedx_pl.errors import UserError
+from fedx_pl.names import readable
 
 Report = Callable[[str], None]
 
@@ -86,7 +87,7 @@ def decode(
     skipped = content.info["skipped"]
     if skipped:
         told = content.info["reasons"]
-        reasons = [f"{count} like {printable(root / first)} ({reason})" for reason, count, first in told]
+        reasons = [f"{count} like {readable(root / first)} ({reason})" for reason, count, first in told]
         if others := skipped - sum(count for _, count, _ in told):
             reasons.append(f"{others} for other reasons")
         report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
@@ -178,11 +179,6 @@ def run(
     return _with_progress(_run(work, tasks, workers), total, report, title=title)
 
 
-def printable(path: str | Path) -> str:
-    """A path as text: a name that is no text must not break the output."""
-    return os.fsencode(path).decode(errors="replace")
-
-
 def _run(work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
     """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
     start = time.monotonic()
@@ -243,9 +239,10 @@ class _Process:
             shape, remarks = json.loads(stdout.readline())
             return np.frombuffer(stdout.read(math.prod(shape)), np.uint8).reshape(shape), remarks
         except (OSError, ValueError) as error:  # it died: the pipe broke, or its answer is cut short
+            first = readable(os.path.join(root, paths[0]))
             raise UserError(
-                f"a process that decodes images died at one of {len(paths)} files from {os.path.join(root, paths[0])} "
-                "on (out of memory?); type data.workers=1 to decode in this process"
+                f"a process that decodes images died at one of {len(paths)} files from {first} on (out of memory?); "
+                "type data.workers=1 to decode in this process"
             ) from error
 
     def kill(self) -> None:

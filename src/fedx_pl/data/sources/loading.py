@@ -33,6 +33,7 @@ from fedx_pl.data.sources.formats import FormatError, one_line
 from fedx_pl.data.sources.named import Layout, NamedSet, RawSet
 from fedx_pl.data.sources.survey import number
 from fedx_pl.errors import UserError, known_names
+from fedx_pl.names import readable, say
 from fedx_pl.seeding import derive
 
 __all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
@@ -42,7 +43,7 @@ Report = Callable[[str], None]
 Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays
 
 
-def load(options: DataOptions, seed: int = 0, report: Report = print, *, source: Source | None = None) -> ImageData:
+def load(options: DataOptions, seed: int = 0, report: Report = say, *, source: Source | None = None) -> ImageData:
     """Loads a dataset.
 
     Args:
@@ -181,13 +182,18 @@ def _check(options: DataOptions, *, known: bool) -> None:
 
 def _check_places(options: DataOptions) -> None:
     for key in ("root", "cache", "test_root", "labels"):
-        if "\0" in getattr(options, key):
-            raise UserError(f"data.{key}={getattr(options, key)!r}: no path has a NUL character; type one without it")
+        path = getattr(options, key)
+        if "\0" in path:
+            raise UserError(f"data.{key}={readable(path)}: no path has a NUL character; type one without it")
+        if any("\ud800" <= letter <= "\udfff" for letter in path):  # what is written about a run must be text
+            raise UserError(
+                f"data.{key}={readable(path)} is not UTF-8; rename it, or make a link to it (ln -s) and type the link"
+            )
     root, kept = root_folder(options).resolve(), cache_folder(options).resolve()
     if kept in (root, root / options.name) or root == kept / options.name:
         raise UserError(
-            f"data.cache={cache_folder(options)} is where data.root={options.root} has its own files, which copies might "
-            f"replace; type data.cache=ANOTHER"
+            f"data.cache={cache_folder(options)} is where data.root={options.root} has its own files; "
+            f"type data.cache=ANOTHER"
         )
 
 
