@@ -17,7 +17,16 @@ from torch.utils.data import Dataset
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
-from fedx_pl.data.images import ARRAYS, Arrays, DataOptions, ImageData, Split, normalization
+from fedx_pl.data.images import (
+    ARRAYS,
+    RESIZED,
+    Arrays,
+    DataOptions,
+    ImageData,
+    Split,
+    normalization,
+    require_memory,
+)
 from fedx_pl.data.partition import Dirichlet, Given, Partition
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import require
@@ -182,6 +191,7 @@ class FederatedDataModule(pl.LightningDataModule):
             mean, std = STATISTICS.get(source, ((), ()))
             source = DataOptions(name=source, root=self.root, limit=self.limit, mean=list(mean), std=list(std))
         if isinstance(source, DataOptions):
+            self._require_memory(source)
             return sources.load(source, seed=self.seed, report=self.report, source=self.loader)
         if isinstance(source, ImageData):
             return source
@@ -191,6 +201,15 @@ class FederatedDataModule(pl.LightningDataModule):
         rows = tuple(tuple(np.flatnonzero(owners == client).tolist()) for client in range(len(source)))
         self.partition = Given(clients=len(source), rows=rows)
         return sources.of_arrays(images, self.test)
+
+    def _require_memory(self, source: DataOptions) -> None:
+        """Before images are decoded for hours: a batch of them, and two views of each as the network sees them."""
+        if self.loader is not None or source.name not in RESIZED:
+            return
+        side, channels = sources.stored_side(source), sources.stored_channels(source)
+        view = self.augment_options.for_side(side).size or side
+        needed = self.batch_size * channels * (side**2 + 2 * 4 * view**2)
+        require_memory("data.image_size", side, needed, what=f"training on {self.batch_size} images at a time")
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape

@@ -2,7 +2,9 @@
 
 import json
 import os
+import struct
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,13 @@ def paint(folder: Path, classes: int = 2, images: int = 3) -> None:
             path = folder / "images" / f"class{label}" / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("L", (6, 5), 40 * label + 9 * number).save(path)
+
+
+def header_of_png(width: int, height: int) -> bytes:
+    """A PNG that claims a size; its pixels are missing."""
+    parts = [b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0), b"IDAT" + zlib.compress(bytes(9))]
+    chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 class TestWhatIsNotACache:
@@ -215,3 +224,70 @@ class TestNames:
         shown = capsys.readouterr().out
         assert r"caf\xe9 2" in shown
         assert "\x1b" not in shown
+
+
+class TestImages:
+    def test_a_side_that_no_image_has_is_refused_by_the_header(self, tmp_path: Path) -> None:
+        """Few enough pixels, but a pointer for each of 80 million rows."""
+        paint(tmp_path)
+        for name, size in (("tall", (1, 80_000_000)), ("wide", (80_000_000, 1))):
+            (tmp_path / "images" / "class0" / f"{name}.png").write_bytes(header_of_png(*size))
+        lines: list[str] = []
+        data = load(own(tmp_path, labels="none"), report=lines.append)
+        assert len(data.train.images) == 6
+        assert data.skipped == 2
+        assert "1 x 80000000 pixels are too many" in lines[0]
+
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_pipes_and_devices_are_no_archives(self, tmp_path: Path, verify: bool) -> None:
+        os.mkfifo(tmp_path / "cifar-10-python.tar.gz")
+        (tmp_path / "cifar-10-binary.tar.gz").symlink_to("/dev/zero")
+        (tmp_path / "cifar-100-python").mkdir()
+        for name in ("train", "test", "meta"):
+            os.mkfifo(tmp_path / "cifar-100-python" / name)
+        lines: list[str] = []
+        for name in ("cifar10", "cifar100"):
+            with pytest.raises(UserError, match="no source had it"):
+                load(named(tmp_path, name=name, verify=verify), report=lines.append)
+        assert "cifar-10-python.tar.gz: not a file; cifar-10-binary.tar.gz: not a file" in "".join(lines)
+
+    @pytest.mark.parametrize("kind", ["pipe", "device"])
+    def test_pipes_and_devices_are_no_table_and_no_cache(self, tmp_path: Path, kind: str) -> None:
+        paint(tmp_path)
+        make = os.mkfifo if kind == "pipe" else lambda path: Path(path).symlink_to("/dev/zero")
+        make(tmp_path / "labels.csv")
+        with pytest.raises(UserError, match=r"data\.labels=.*labels\.csv is not a file"):
+            load(own(tmp_path, labels=str(tmp_path / "labels.csv")), report=silent)
+        load(own(tmp_path, labels="none"), report=silent)
+        (images,) = (tmp_path / "cache").rglob("images.npy")
+        images.unlink()
+        make(images)
+        lines: list[str] = []
+        assert len(load(own(tmp_path, labels="none"), report=lines.append).train.images) == 6
+        assert "images.npy is not a file" in lines[0]
+
+    def test_a_header_that_claims_terabytes(self, tmp_path: Path) -> None:
+        paint(tmp_path)
+        load(own(tmp_path, labels="none"), report=silent)
+        (images,) = (tmp_path / "cache").rglob("images.npy")
+        content = images.read_bytes()
+        before, after = b"(6, 4, 4, 3), }" + 11 * b" ", b"(6" + 11 * b"0" + b", 4, 4, 3), }"
+        assert before in content
+        images.write_bytes(content.replace(before, after, 1))
+        lines: list[str] = []
+        assert len(load(own(tmp_path, labels="none"), report=lines.append).train.images) == 6
+        assert "images.npy has changed" in lines[0]
+
+    @pytest.mark.parametrize(("command", "what"), [("data", "decoding images"), ("train", "training on 128 images")])
+    def test_images_beyond_the_memory_are_refused_with_their_size(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, what: str
+    ) -> None:
+        """One of them is 12 TB, or 4 TB and more as Pillow has it."""
+        paint(tmp_path)
+        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.image_size=2000000"]
+        first = ["data", "folder"] if command == "data" else ["train", "data=folder", "profile=paper", "--yes"]
+        assert cli.main([*first, *words, f"run.dir={tmp_path / 'run'}"]) == 2
+        error = capsys.readouterr().err
+        assert f"data.image_size=2000000: {what}" in error
+        assert "GB of memory, and" in error
+        assert not list((tmp_path / "cache").glob("folder-[0-9a-f]*"))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
+from fedx_pl.data.images import DataOptions, ValueRange, cache_folder, require_memory
 from fedx_pl.data.sources import cache, image_files
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.formats import one_line
@@ -77,6 +77,10 @@ def decode(
     Returns:
         The images, memory-mapped if they are large.
     """
+    # One image as Pillow scales it, four bytes a pixel, and a batch of them as it is returned.
+    channels = 1 if options.grayscale else 3
+    needed = size * size * (4 + channels * min(_BATCH, len(paths)))
+    require_memory("data.image_size", size, needed, what="decoding images")
     settings = [size, options.grayscale, value_range]
     content = cached(
         cache_folder(options) / f"{options.name}-{key_of([(root, paths)], settings)}",

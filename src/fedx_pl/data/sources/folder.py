@@ -212,6 +212,8 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
     Returns:
         Class names by path, for the first and the second folder.
     """
+    if table.exists() and not table.is_file():
+        raise UserError(f"data.labels={table} is not a file; type none, folders or a CSV file")
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(cell.strip() for cell in row)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,7 @@ def _from_files(spec: NamedSet, places: list[Path], source: str, verify: bool) -
                     problems.append(f"{' and '.join(missing)} missing in {place}")
                 continue
             try:
+                _require_files(place, layout.files)
                 if verify:
                     _check_md5(layout, place)
                 raw = layout.read(place)
@@ -327,7 +328,15 @@ def _from_files(spec: NamedSet, places: list[Path], source: str, verify: bool) -
     raise FormatError("; ".join(problems) or f"none in {' or '.join(map(str, places))}")
 
 
+def _require_files(place: Path, files: Iterable[str]) -> None:
+    """Reading a pipe or a device may not end."""
+    for file in files:
+        if not (place / file).is_file() and not (place / file).is_dir():
+            raise FormatError(f"{file}: not a file")
+
+
 def _check_md5(layout: Layout, place: Path) -> None:
+    _require_files(place, layout.md5)
     for file, md5 in layout.md5.items():
         try:
             with open(place / file, "rb") as stream:
