@@ -3,7 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -33,10 +34,15 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+# How names of what is being written end. No file of a user's own is called so, and what is found under such a name in
+# a folder of ours was left by a process that was killed.
+UNFINISHED = ".fedx-pl.tmp"
+
+
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -49,9 +55,43 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
         raise
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Gives a file to write into, and moves it to ``path`` when the block ends without an error.
+
+    Like `write_atomically`, for content that is made piece by piece. A link is followed.
+    """
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, place)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def require_file(path: Path, option: str = "-o") -> None:
+    """Refuses a place that no file can be written to.
+
+    Args:
+        path: as typed after ``option``.
+        option: of the command.
+
+    Raises:
+        UserError: it is a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option} {path} is not a file, and is left as it is; type the name of a new file")
+
+
 def clear_unfinished(folder: Path) -> None:
     """Removes what processes that were killed left half written; only for who holds the folder's lock."""
-    for path in list(folder.rglob(".*.tmp")):
+    for path in list(folder.rglob(f".*{UNFINISHED}")):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 

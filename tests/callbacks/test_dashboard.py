@@ -153,11 +153,11 @@ def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
     board = folder / "tensorboard"
     (board / "projector_config.pbtxt").unlink()
     (board / "00000" / "encoder" / "tensors.tsv").write_text("torn")
-    (board / ".projector.tmp").mkdir()
+    (board / ".projector.fedx-pl.tmp").mkdir()
     fitted(load(folder / "config.yaml"))
     assert (board / "projector_config.pbtxt").exists()
     assert len((board / "00000" / "encoder" / "tensors.tsv").read_text().splitlines()) == 60
-    assert not (board / ".projector.tmp").exists()
+    assert not (board / ".projector.fedx-pl.tmp").exists()
 
 
 def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:

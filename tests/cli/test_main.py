@@ -157,19 +157,16 @@ def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fedx_pl.federation import checkpoint
+    real = os.fsync
 
-    real, calls = checkpoint.os.fsync, []
-
-    def full_after_a_while(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) > 8:
+    def full_after_the_first_round(handle: int) -> None:
+        if any(tmp_path.glob("**/checkpoints/round_00001")):
             raise OSError(28, "No space left on device")
         real(handle)
 
-    monkeypatch.setattr("os.fsync", full_after_a_while)
+    monkeypatch.setattr("os.fsync", full_after_the_first_round)
     assert cli.main(["train", *tiny]) == 2
     error = capsys.readouterr().err
     assert "No space left on device" in error

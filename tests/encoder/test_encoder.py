@@ -1,11 +1,14 @@
 """The trained encoder without this package: every format gives the embeddings of the run's own backbone."""
 
 import base64
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -193,6 +196,64 @@ def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: py
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no readable images"):
         Encoder.of(run).embed_folder(tmp_path / "empty")
+
+
+def test_a_full_disk_leaves_the_earlier_table(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: IO[bytes], **arrays: np.ndarray) -> None:
+        file.write(b"half of")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "table.npz").write_bytes(b"of last week")
+    monkeypatch.setattr(np, "savez", full)
+    assert cli.main(["embed", str(run), str(pictures), "-o", "table.npz"]) == 2
+    assert "free some space" in capsys.readouterr().err
+    assert (tmp_path / "table.npz").read_bytes() == b"of last week"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("command", ["embed", "neighbours", "export"])
+def test_a_pipe_or_a_folder_is_no_place_for_a_file(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe.npz")
+    (tmp_path / "folder.npz").mkdir()
+    more = {"embed": [pictures], "neighbours": [pictures / "red" / "0.png", pictures], "export": []}[command]
+    for name in ("pipe.npz", "folder.npz"):
+        assert cli.main([command, str(run), *map(str, more), "-o", name]) == 2
+        assert f"-o {name} is not a file" in capsys.readouterr().err
+        assert not (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_names_that_are_no_text_are_written_readably_and_stay_different(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[tables]'")
+    folder = tmp_path / "images"
+    folder.mkdir()
+    names = [b"caf\xe9.png", rb"caf\xe9.png", b"red\x1b[31m.png", "\N{SNOWMAN}.png".encode()]
+    for level, name in enumerate(names):
+        Image.new("L", (32, 32), 50 * level).save(folder / "new.png")
+        os.rename(folder / "new.png", os.path.join(os.fsencode(folder), name))
+    assert cli.main(["embed", str(run), str(folder), "-o", f"table{suffix}"]) == 0
+    if suffix == ".npz":
+        with np.load(tmp_path / "table.npz") as table:
+            paths = table["path"].tolist()
+    else:
+        import pyarrow.parquet
+
+        paths = pyarrow.parquet.read_table(tmp_path / "table.parquet").to_pydict()["path"]
+    expected = ["caf\\\\xe9.png", "caf\\xe9.png", "red\\x1b[31m.png", "\N{SNOWMAN}.png"]
+    assert sorted(paths) == sorted(expected)
+    capsys.readouterr()
+    query = os.fsdecode(os.path.join(os.fsencode(folder), names[0]))
+    assert cli.main(["neighbours", str(run), query, str(folder)]) == 0
+    shown = capsys.readouterr().out + (tmp_path / "neighbours.html").read_text()
+    assert "\x1b" not in shown
+    assert shown.count("caf\\xe9.png") >= 3  # a line, its picture and the query
 
 
 OWN_BACKBONE = f"""

@@ -1,6 +1,8 @@
 import base64
+import re
 from html.parser import HTMLParser
 
+import pytest
 from matplotlib.figure import Figure
 
 from fedx_pl.experiments.pages import (
@@ -76,6 +78,20 @@ def test_markdown_escapes_what_would_be_markup():
     assert "`x\\|y`" in text
     assert '<a id="part"></a>\n\n## Part \\<1\\>' in text
     assert "<details><summary>more &amp; more</summary>" in text
+
+
+@pytest.mark.parametrize("text", ["`` <img> ``", "a\n\n<img>\n", "```<img>", "a\u2028<img>"])
+def test_code_of_others_cannot_leave_its_fence(text):
+    line = to_markdown([Paragraph(["a commit: ", Code(text), "."])])
+    fence = re.search("`+", line)[0]
+    assert line.count("\n") == 1
+    assert re.fullmatch(rf"a commit: {fence}(?!`).*<img>.*(?<!`){fence}\.\n", line)
+    assert not re.search(rf"(?<!`){fence}(?!`)", line[len("a commit: ") + len(fence) : -len(fence) - 2])
+
+
+def test_a_text_that_opens_a_table_is_no_html():
+    text = to_markdown([Table(["a"], [["b"]], fold="<img src=x>\n\n<img>")])
+    assert text.startswith("<details><summary>&lt;img src=x&gt;  &lt;img&gt;</summary>")
 
 
 def test_a_line_that_starts_with_a_plus_is_no_list():

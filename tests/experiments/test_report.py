@@ -1,4 +1,7 @@
 import json
+import os
+import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +11,7 @@ import yaml
 from matplotlib.figure import Figure
 from result_files import DEFINITION, lines, rows, write_result
 
+from fedx_pl.cli import main as cli
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import load_experiment, load_experiments
@@ -311,3 +315,65 @@ def test_an_evaluation_that_some_results_hold_is_shown_for_these(tmp_path, defin
     write_report(results, definitions)
     assert len([row for row in rows(results, "plain") if "33.00 (1)" in row]) == 1
     assert not [row for row in rows(results, "+ FedX") if "33.00" in row]
+
+
+HOSTILE = "</td><script>alert(1)</script>`` <img src=x onerror=alert(2)> ``\n\n<b>\x1b[2J\udce9$\\frac$"
+ODD = [None, True, -1, 10**400, 1e308, float("nan"), float("inf"), HOSTILE, [], {}, [HOSTILE], {HOSTILE: HOSTILE}]
+
+
+def places(tree):
+    """(container, key) of everything in a file."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from places(tree[key])
+
+
+@pytest.mark.parametrize(
+    ("files", "show"),
+    [(40, ["table", "errors", "semi"]), pytest.param(60, ["curves", "geometry"], marks=pytest.mark.slow)],
+)
+def test_whatever_a_result_says_the_others_are_reported(tmp_path, definitions, monkeypatch, files, show):
+    """One odd value in each of many files: it is shown as text, or the file is named and left out."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # No power is lost here, and disks take their time.
+    shown = DEFINITION | {"show": show, "evaluate": ["semi", "geometry"]}
+    (definitions / "tiny.yaml").write_text(yaml.safe_dump(shown, sort_keys=False))
+    tiny = load_experiment(definitions / "tiny.yaml")
+    results, rng = tmp_path / "results", random.Random(0)
+    box = dict.fromkeys(("median", "q1", "q3", "low", "high", "mean"), 20.0)
+    evaluations = {
+        "semi": {"0.01": {"labels": 25, "top1": 30.0}, "labels": 50},
+        "geometry": {"local_global": {"cat": box}, "local_global_mean": 20.0, "interclass": [60.0, 70.0],
+                     "interclass_mean": 65.0, "alignment": 0.5, "uniformity": -2.0, "rankme": 9.0},
+    }  # fmt: skip
+    accuracies = {5: 38.0, 6: 39.0, 7: 40.0, 8: 41.0, 9: 40.0}
+    write_result(results, tiny, ("CIFAR-10", "plain"), 0, accuracies, evaluations=evaluations)
+    good = write_result(results, tiny, ("CIFAR-10", "+ FedX"), 0, accuracies, evaluations=evaluations)
+    content = good.read_text()
+    for _ in range(files):
+        damaged = json.loads(content)
+        parts = [damaged, damaged["rounds"][-1], damaged["evaluations"], damaged["config"]["federation"]]
+        where, key = rng.choice(list(places(rng.choice(parts))))
+        where[key] = rng.choice(ODD) if key != "profile" else "mini"  # Results of two profiles are never mixed.
+        damaged["hash"] = damaged["hash"] if rng.random() < 0.5 else "00000000"
+        (results / good.name).write_text(json.dumps(damaged))
+        said = []
+        write_report(results, definitions, report=said.append)
+        text = (results / "report.md").read_text()
+        outside = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
+        assert not re.search(r"(?<!\\)<(script|img|b)", outside), (where, key)
+        assert "<script" not in (results / "report.html").read_text()
+        assert "\x1b" not in text + "".join(said)
+
+
+def test_a_file_that_is_left_out_shows_in_the_exit_code(results, definitions, capsys):
+    command = ["report", str(results), "--definitions", str(definitions)]
+    assert cli.main(command) == 0
+    (results / "bad\x1b[2J.json").write_text("{")
+    os.mkfifo(results / "pipe.json")
+    capsys.readouterr()
+    assert cli.main(command) == 1
+    shown = capsys.readouterr().out
+    assert "bad\\x1b[2J.json is no result of a finished run and was left out" in shown
+    assert "pipe.json is no result of a finished run and was left out (it is not a file)" in shown
+    assert rows(results, "plain")

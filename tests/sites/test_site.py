@@ -407,7 +407,7 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
 
     def die(path: Path, content: bytes) -> None:
         if path.name == killed_at:
-            (path.parent / f".{path.name}.1.tmp").write_bytes(content[: len(content) // 2])
+            (path.parent / f".{path.name}.1.fedx-pl.tmp").write_bytes(content[: len(content) // 2])
             raise KeyboardInterrupt
         write(path, content)
 

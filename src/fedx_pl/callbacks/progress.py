@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.eta import Due, Eta
+from fedx_pl.errors import for_terminal
 from fedx_pl.federation.estimate import steps_between
 
 if TYPE_CHECKING:
@@ -29,7 +30,15 @@ QUIET_SECONDS = 30.0  # Without a live bar, a sign of life at least this often.
 
 def make_console() -> Console:
     """On standard output, as it is: paths and names may hold brackets."""
-    return Console(markup=False, highlight=False)
+    return _Console(markup=False, highlight=False)
+
+
+class _Console(Console):
+    """Shows text from outside, which a terminal might obey: all strings are rendered here, those of tables too."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Without control characters."""
+        return super().render_str(for_terminal(text), **options)
 
 
 class _Live(Progress):
@@ -165,7 +174,8 @@ class Terminal:
     def _below(self) -> list[Text]:
         now = ", ".join(part for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms) if part)
         workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
-        lines = [Text(now), Text(workers, no_wrap=True, overflow="ellipsis")]  # There may be many workers.
+        # A site chooses the names of its losses; there may be many workers.
+        lines = [Text(for_terminal(now)), Text(workers, no_wrap=True, overflow="ellipsis")]
         return [line for line in lines if line]
 
     def _eta(self) -> str:

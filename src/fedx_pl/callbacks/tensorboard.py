@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from torch import Tensor
 
+from fedx_pl.files import UNFINISHED
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -183,7 +185,7 @@ class RunWriter:
 
         from fedx_pl.callbacks import pictures
 
-        temporary = self._folder / ".projector.tmp"  # If this is the end, the next start removes it.
+        temporary = self._folder / f".projector{UNFINISHED}"  # If this is the end, the next start removes it.
         shutil.rmtree(temporary, ignore_errors=True)
         with SummaryWriter(str(temporary)) as writer:
             writer.add_embedding(features, list(names), pictures.thumbnails(images), tag="encoder")

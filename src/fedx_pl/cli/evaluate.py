@@ -28,7 +28,7 @@ from fedx_pl.config.schema import Config
 from fedx_pl.data import split_file
 from fedx_pl.data.images import ARRAYS, ImageData
 from fedx_pl.data.partition import Partition
-from fedx_pl.errors import Report, UserError
+from fedx_pl.errors import Report, UserError, say
 from fedx_pl.evaluation.base import Tick
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints
@@ -63,7 +63,7 @@ def evaluate_run(
     folder: Path,
     kinds: Sequence[str],
     overrides: Sequence[str] = (),
-    report: Report = print,
+    report: Report = say,
     tick: Tick | None = None,
     round_number: int | None = None,
     *,
@@ -132,7 +132,8 @@ def evaluate_run(
 def _read(folder: Path, allow_code: bool) -> Config:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml; type fedx-pl evaluate runs/NAME")
-    return load(folder / "config.yaml", trusted=["*"] if allow_code else [])
+    config = load(folder / "config.yaml", trusted=["*"] if allow_code else [])
+    return _replaced(config, "data.cache", "")  # Who sent the run does not choose where things are written.
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:

@@ -6,6 +6,7 @@ from fedx_pl.callbacks import progress
 from fedx_pl.data.sources.survey import number
 from fedx_pl.encoder.export import export
 from fedx_pl.encoder.load import value_range_of
+from fedx_pl.errors import say
 
 
 def run(options: argparse.Namespace) -> None:
@@ -15,8 +16,8 @@ def run(options: argparse.Namespace) -> None:
         file, line = export(
             options.run, options.to, options.out, round_number=options.round, allow_code=options.allow_code
         )
-    print(file)
+    say(file)
     if value_range := value_range_of(options.run):
         low, high = map(number, value_range)
-        print(f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1")
-    print(f"load it with: {line}")
+        say(f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1")
+    say(f"load it with: {line}")

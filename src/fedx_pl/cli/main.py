@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fedx_pl import __version__
 from fedx_pl.cli.parser import EXIT_USER_ERROR, make_parser
 from fedx_pl.cli.stopping import Stopped
-from fedx_pl.errors import UserError, did_you_mean
+from fedx_pl.errors import UserError, did_you_mean, for_terminal
 
 EXIT_INTERRUPTED = 130
 
@@ -42,20 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if options.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(for_terminal(f"error: {error}"), file=sys.stderr)
         return EXIT_USER_ERROR
     except OSError as error:
         if options.debug:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space, then run the same command to go on" if full else "--debug shows where"
-        print(f"error: {error}; {advice}", file=sys.stderr)
+        print(for_terminal(f"error: {error}; {advice}"), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(f"\ninterrupted; {_how_to_go_on(arguments)}", file=sys.stderr)
+        print(for_terminal(f"\ninterrupted; {_how_to_go_on(arguments)}"), file=sys.stderr)
         return EXIT_INTERRUPTED
     except Stopped as signal:
-        print(f"\nstopped by {signal}; {_how_to_go_on(arguments)}", file=sys.stderr)
+        print(for_terminal(f"\nstopped by {signal}; {_how_to_go_on(arguments)}"), file=sys.stderr)
         return 0
 
 

@@ -4,14 +4,17 @@ import argparse
 
 from fedx_pl.cli.embed import load_encoder
 from fedx_pl.encoder import neighbors
+from fedx_pl.errors import say
+from fedx_pl.files import require_file
 
 
 def run(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
 
+    require_file(options.out)
     encoder = load_encoder(options)
     found = neighbors.find(encoder, options.query, options.images, count=options.count)
     neighbors.contact_sheet(options.out, options.query, options.images, found=found, value_range=encoder.value_range)
     for path, like in found:
-        print(f"{like:.3f}  {path}")
-    print(f"pictures: {options.out}")
+        say(f"{like:.3f}  {path}")
+    say(f"pictures: {options.out}")

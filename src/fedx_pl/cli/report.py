@@ -2,15 +2,20 @@
 
 import argparse
 
+from fedx_pl.errors import say
 from fedx_pl.experiments.definition import definitions_folder, results_folder
 from fedx_pl.experiments.report import write_report
 from fedx_pl.experiments.sweep import resolve_profile
 
+EXIT_LEFT_OUT = 1
 
-def run(options: argparse.Namespace) -> None:
-    """Writes the tables and figures of finished experiments."""
 
+def run(options: argparse.Namespace) -> int:
+    """Writes the tables and figures of finished experiments; the exit code tells whether a file was left out."""
+    left_out: list[str] = []
     definitions = definitions_folder(options.definitions)
     results = options.results or results_folder(definitions, resolve_profile("auto"))
-    for file in write_report(results, definitions, options.out):
-        print(file)
+    written = write_report(results, definitions, options.out, report=left_out.append)
+    for line in [*left_out, *written]:
+        say(line)
+    return EXIT_LEFT_OUT if left_out else 0

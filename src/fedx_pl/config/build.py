@@ -38,7 +38,7 @@ from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.data.partition import Partition
 from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.engines import Engine
-from fedx_pl.errors import Report, UserError
+from fedx_pl.errors import Report, UserError, say
 from fedx_pl.federation import privacy
 from fedx_pl.federation.device import resolve_device
 from fedx_pl.federation.identity import Identity, flat
@@ -74,7 +74,7 @@ class Run:
 
 def build(
     config: Config,
-    report: Report = print,
+    report: Report = say,
     *,
     images: ImageData | None = None,
     partition: Partition | None = None,
@@ -136,7 +136,7 @@ def brought(config: Config) -> list[Any]:
 
 
 def make_data(
-    config: Config, report: Report = print, *, images: ImageData | None = None, partition: Partition | None = None
+    config: Config, report: Report = say, *, images: ImageData | None = None, partition: Partition | None = None
 ) -> FederatedDataModule:
     """The images of a configuration, not loaded yet, or those that are there already."""
     return FederatedDataModule(

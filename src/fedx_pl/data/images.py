@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from fedx_pl.errors import require
+from fedx_pl.errors import UserError, require
+
+try:
+    import resource
+except ImportError:  # Not on Windows.
+    resource = None  # type: ignore[assignment]
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
@@ -77,6 +84,38 @@ def cache_folder(options: DataOptions) -> Path:
     if options.cache:
         return Path(options.cache).expanduser()
     return Path("data/cache") if options.name in ("folder", "imagenet10") else root_folder(options) / "cache"
+
+
+def require_memory(key: str, value: object, needed: int, what: str) -> None:
+    """Refuses what would not fit into this machine's memory, before any of it is taken.
+
+    Args:
+        key: as typed on the command line.
+        value: that was given.
+        needed: bytes, at least.
+        what: needs them.
+
+    Raises:
+        UserError: there is less, by the machine or by a limit of this process.
+    """
+    there = _memory()
+    if needed > there:
+        raise UserError(
+            f"{key}={value}: {what} would take {needed / 1e9:,.1f} GB of memory, and {there / 1e9:,.1f} GB are there; "
+            f"type a smaller number"
+        )
+
+
+def _memory() -> float:
+    """Bytes that this process may have."""
+    try:
+        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits = (
+            [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)] if resource else []
+        )
+    except (AttributeError, OSError, ValueError):  # Not on every system: there nothing is known.
+        return math.inf
+    return min([there, *(limit for limit in limits if limit >= 0)])
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,19 @@ from torch.utils.data import DataLoader, Dataset
 from fedx_pl.data import sources
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
-from fedx_pl.data.images import ARRAYS, Arrays, DataOptions, ImageData, Split, normalization
+from fedx_pl.data.images import (
+    ARRAYS,
+    RESIZED,
+    Arrays,
+    DataOptions,
+    ImageData,
+    Split,
+    normalization,
+    require_memory,
+)
 from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import UserError, in_arguments, options_of, require, whole_number
+from fedx_pl.errors import UserError, in_arguments, options_of, require, say, whole_number
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.seeding import derive
 
@@ -43,7 +52,7 @@ class FederatedDataModule(pl.LightningDataModule):
         resident_gb: float = 4.0,
         seed: int = 0,
         loader: sources.Source | None = None,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] = say,
     ) -> None:
         """Says which images; they are loaded by `setup`.
 
@@ -185,6 +194,7 @@ class FederatedDataModule(pl.LightningDataModule):
             mean, std = STATISTICS.get(source, ((), ()))
             source = DataOptions(name=source, root=self.root, limit=self.limit, mean=list(mean), std=list(std))
         if isinstance(source, DataOptions):
+            self._require_memory(source)
             return sources.load(source, seed=self.seed, report=self.report, source=self.loader)
         if isinstance(source, ImageData):
             return source
@@ -196,6 +206,15 @@ class FederatedDataModule(pl.LightningDataModule):
         rows = tuple(tuple(np.flatnonzero(owners == client).tolist()) for client in range(count))
         self.partition = Given(clients=count, rows=rows)
         return sources.of_arrays(images, test)
+
+    def _require_memory(self, source: DataOptions) -> None:
+        """Before images are decoded for hours: a batch of them, and two views of each as the network sees them."""
+        if self.loader is not None or source.name not in RESIZED:
+            return
+        side, channels = sources.stored_side(source), sources.stored_channels(source)
+        view = self.augment_options.for_side(side).size or side
+        needed = self.batch_size * channels * (side**2 + 2 * 4 * view**2)
+        require_memory("data.image_size", side, needed, what=f"training on {self.batch_size} images at a time")
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape

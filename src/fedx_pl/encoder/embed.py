@@ -6,23 +6,42 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fedx_pl.errors import UserError, install_hint
+from fedx_pl.errors import UserError, install_hint, readable
+from fedx_pl.files import replacing, require_file
+
+
+def require_table(file: Path) -> None:
+    """Refuses a name that `write_table` cannot write to.
+
+    Raises:
+        UserError: it is not the name of a file, has another ending, or pyarrow is missing.
+    """
+    require_file(file)
+    if file.suffix not in (".npz", ".parquet"):
+        raise UserError(f"-o {file}: type a name that ends in .npz or .parquet")
+    if file.suffix == ".parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            instead = f"type -o {file.with_suffix('.npz')}, or first {install_hint('tables')}"
+            raise UserError(f"-o {file} needs pyarrow; {instead}") from error
 
 
 def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
-    """Paths and features, as npz (arrays ``path`` and ``embedding``) or as parquet (columns of the same names)."""
+    """Paths and features, as npz (arrays ``path`` and ``embedding``) or as parquet (columns of the same names).
+
+    An earlier file is replaced when the new one is complete.
+    """
+    require_table(file)
     array = features.cpu().numpy()
-    if file.suffix == ".npz":
-        np.savez(file, path=np.array(paths), embedding=array)
-        return
-    if file.suffix != ".parquet":
-        raise UserError(f"-o {file}: type a name that ends in .npz or .parquet")
-    try:
+    names = [readable(path) for path in paths]
+    with replacing(file) as stream:
+        if file.suffix == ".npz":
+            np.savez(stream, path=np.array(names), embedding=array)
+            return
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        needed = install_hint("tables")
-        raise UserError(f"-o {file} needs pyarrow; type -o {file.with_suffix('.npz')}, or first {needed}") from error
-    flat = pyarrow.array(array.reshape(-1))
-    table = {"path": list(paths), "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
-    pyarrow.parquet.write_table(pyarrow.table(table), file)
+
+        flat = pyarrow.array(array.reshape(-1))
+        table = {"path": names, "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
+        pyarrow.parquet.write_table(pyarrow.table(table), stream)

@@ -9,7 +9,7 @@ from torchvision.models.resnet import ResNet
 from fedx_pl.config.schema import Config
 from fedx_pl.encoder.load import Encoder, read_config
 from fedx_pl.errors import UserError, install_hint
-from fedx_pl.files import tensor_bytes, write_atomically
+from fedx_pl.files import require_file, tensor_bytes, write_atomically
 
 FORMATS = ("safetensors", "torchvision", "torch", "onnx")
 SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
@@ -32,6 +32,8 @@ def export(
     """
     if to not in FORMATS:
         raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if file is not None:
+        require_file(file)
     encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
     write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]

@@ -23,7 +23,7 @@ from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.survey import Parts, survey
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, say
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.provenance import foreign_code
@@ -105,7 +105,7 @@ class Encoder(nn.Module):
         mean, std = normalization(config.data.mean, config.data.std, channels)
         return cls(backbone, mean, std, side=side, value_range=value_range_of(folder)).eval()
 
-    def embed_folder(self, folder: Path, report: Callable[[str], None] = print) -> tuple[list[str], Tensor]:
+    def embed_folder(self, folder: Path, report: Callable[[str], None] = say) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.
 
         Args:
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
             raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
         return list(decoded.paths), self.embed(decoded.images)
 
-    def settle_range(self, parts: Parts, report: Callable[[str], None] = print) -> ValueRange | None:
+    def settle_range(self, parts: Parts, report: Callable[[str], None] = say) -> ValueRange | None:
         """Decides how images of more than 8 bits are read, unless training has; None if none is among these.
 
         Args:

@@ -13,7 +13,7 @@ from fedx_pl.data.images import ValueRange
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.image_files import decode_file
 from fedx_pl.encoder.load import Encoder
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, readable, say
 from fedx_pl.files import write_atomically
 
 _THUMBNAIL = 160  # pixels
@@ -35,7 +35,7 @@ def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[t
         Paths relative to the folder and cosine similarities.
     """
     if encoder.value_range is None:
-        encoder.settle_range([(folder, list_files(folder, print)), (query.parent, [query.name])])
+        encoder.settle_range([(folder, list_files(folder, say)), (query.parent, [query.name])])
     try:
         pixels = decode_file(str(query), encoder.side, encoder.channels == 1, value_range=encoder.value_range or ())
     except Exception as error:  # Decoders fed with foreign bytes fail in any way they like.
@@ -64,8 +64,9 @@ def contact_sheet(
     """
     cells = [_figure(query, str(query), value_range, kind="query")]
     cells += [_figure(folder / path, f"{value:.3f} {path}", value_range) for path, value in found]
+    title = f"neighbours of {html.escape(readable(query.name))}"
     page = (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>neighbours of {html.escape(query.name)}</title>"
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
         f"<style>{_STYLE}</style><h1>Nearest neighbours</h1><p>Cosine similarity of the encoder's features.</p>"
         f"{''.join(cells)}</html>"
     )
@@ -79,5 +80,5 @@ def _figure(image: Path, caption: str, value_range: ValueRange | None, kind: str
     source = base64.b64encode(stream.getvalue()).decode()
     return (
         f"<figure class='{kind}'><img alt='' src='data:image/jpeg;base64,{source}'>"
-        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+        f"<figcaption>{html.escape(readable(caption))}</figcaption></figure>"
     )

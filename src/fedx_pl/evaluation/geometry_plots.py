@@ -67,7 +67,10 @@ def _draw_boxes(
             medianprops={"color": "black"},
             meanprops={"marker": "o", "markersize": 3, "markerfacecolor": "black", "markeredgecolor": "black"},
         )  # fmt: skip
-    axes.set_xticks(range(len(classes)), classes, rotation=45 if len(classes) <= 20 else 90, ha="right", fontsize=8)
+    axes.set_xticks(
+        range(len(classes)), classes, rotation=45 if len(classes) <= 20 else 90, ha="right", fontsize=8,
+        parse_math=False,
+    )  # fmt: skip
     axes.set(title="local against global model", ylabel="angle (degrees)")
     axes.set_ylim(bottom=0)
 

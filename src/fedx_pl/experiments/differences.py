@@ -10,7 +10,7 @@ from typing import Any
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inline, Paragraph, Table
-from fedx_pl.experiments.results import Runs, configured, settings
+from fedx_pl.experiments.results import Runs, configured, number, settings
 from fedx_pl.experiments.tables import Paper
 from fedx_pl.mixins import MIXINS
 
@@ -155,13 +155,13 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
 def _fedu_remark(used: Sequence[Runs]) -> list[list[Inline]]:
     """In how many rounds FedU was more than BYOL."""
     runs = {result.hash: result for one in used for cell in one.found for result in one.of(cell)}
-    told = [
-        (row["divergence"], result.config["method.mu"])
+    pairs = [
+        (number(row.get("divergence")), number(result.config.get("method.mu")))
         for result in runs.values()
         if result.config["method.name"] == "fedu"
         for row in result.rows
-        if "divergence" in row
     ]
+    told = [(divergence, mu) for divergence, mu in pairs if divergence is not None and mu is not None]
     if not told:
         return []
     reached = sum(divergence >= mu for divergence, mu in told)

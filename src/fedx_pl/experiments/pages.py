@@ -117,7 +117,7 @@ def _markdown_block(block: Block) -> str:
     rule = ["---" if block.is_left(column) else "---:" for column in range(len(block.head))]
     lines = [[_markdown([cell]) for cell in row] for row in (block.head, *block.rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
-    fold = _markdown_text(block.fold)
+    fold = html.escape(" ".join(block.fold.splitlines()))  # within HTML, where Markdown's escapes mean nothing
     return f"<details><summary>{fold}</summary>\n\n{table}\n\n</details>" if fold else table
 
 
@@ -132,9 +132,10 @@ def _markdown(parts: Sequence[Inline]) -> str:
 def _markdown_part(part: Inline) -> str:
     match part:
         case Code(text):
-            # Code inside of a table still needs its bars escaped; a double fence lets it hold single ones.
-            text = text.replace("|", "\\|")
-            return f"`` {text} ``" if "`" in text else f"`{text}`"
+            # Code inside of a table still needs its bars escaped; a fence longer than any in it lets it hold others.
+            text = " ".join(text.replace("|", "\\|").splitlines())
+            fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+            return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
         case Strong(text):
             return f"**{_markdown_text(text)}**"
         case Anchor(text, target):

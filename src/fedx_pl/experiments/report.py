@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fedx_pl.errors import say
 from fedx_pl.experiments import comparison, pages, tables
 from fedx_pl.experiments.definition import load_experiments
 from fedx_pl.experiments.differences import difference_blocks
@@ -19,7 +20,7 @@ def write_report(
     results: Path,
     definitions: Path = Path("experiments"),
     out: Path | None = None,
-    report: Callable[[str], object] = print,
+    report: Callable[[str], object] = say,
 ) -> list[Path]:
     """Writes ``report.md``, ``report.html`` and ``figures/NAME.png``.
 

@@ -12,7 +12,7 @@ from typing import Any
 from fedx_pl.config.build import brought
 from fedx_pl.config.compose import compose, former_labels
 from fedx_pl.config.schema import Config
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation.identity import flat
@@ -21,6 +21,7 @@ from fedx_pl.provenance import foreign_code
 FORMAT = 1
 LINEAR, KNN = "linear_top1", "knn_top1"
 LABELS = "evaluation.labels"
+LARGEST = 1e9  # that a measurement may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +111,23 @@ def read_result(path: Path) -> Result:
         OSError: there is no such file.
         ValueError: it is no result of a finished run; the message says why.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")  # Reading a pipe or a device may not end.
     try:
-        return _checked(json.loads(path.read_text()))
+        return _checked(_harmless(json.loads(path.read_text())))
     except KeyError as error:
         raise ValueError(f"it has no {error}") from error
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def _harmless(tree: Any) -> Any:
+    """The content of a file with texts that can be written and printed anywhere."""
+    if isinstance(tree, dict):
+        return {for_terminal(key): _harmless(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_harmless(value) for value in tree]
+    return for_terminal(tree) if isinstance(tree, str) else tree
 
 
 def _checked(content: Any) -> Result:
@@ -138,10 +150,68 @@ def _checked(content: Any) -> Result:
     for key in ("data.name", "method.name", "fedx.enabled"):
         if key not in result.config:
             raise KeyError(f"config.{key}")
+    for key in ("federation.rounds", "federation.epochs", "data.limit"):
+        _require(f"config.{key}", result.config[key], isinstance(result.config[key], int), instead="a whole number")
+    _require("seconds", result.seconds, 0 <= result.seconds < LARGEST, instead="a time")
     rounds = result.config["federation.rounds"]
+    for row in (result.untrained, *result.rounds):
+        _check_numbers(row)
+    for kind, found in result.evaluations.items():
+        _check_numbers(found)
+        if kind in _CHECKS:
+            _CHECKS[kind](found)
     if not result.rows or result.rows[-1]["round"] != rounds:
         raise ValueError(f"its rounds end before the last, {rounds}")
     return result
+
+
+def _check_numbers(row: Mapping[str, Any]) -> None:
+    """Numbers of which sums and squares can be taken; what is not finite counts as not measured."""
+    for key, value in row.items():
+        known = number(value)
+        _require(key, value, known is None or abs(known) < LARGEST, instead="a measurement")
+
+
+def _check_semi(found: Mapping[str, Any]) -> None:
+    for share, values in found.items():
+        if isinstance(values, Mapping) and "labels" in values:
+            _require("semi", share, 0 < float(share) <= 1, instead="a share of the labels")
+            labels = values["labels"]
+            _require("labels", labels, isinstance(labels, int) and 0 <= labels < LARGEST, instead="a count")
+            _check_numbers(values)
+        else:
+            _require("semi", share, not _is_number(share), instead="a share with its results")
+
+
+def _check_geometry(found: Mapping[str, Any]) -> None:
+    boxes = found.get("local_global", {})
+    for name, box in boxes.items():
+        for key in ("median", "q1", "q3", "low", "high", "mean"):
+            _require(f"{name} {key}", box[key], _is_angle(box[key]), instead="an angle")
+    between = found.get("interclass") or []
+    for angle in [*between, found["interclass_mean"]] if between else []:
+        _require("interclass", angle, _is_angle(angle), instead="an angle")
+
+
+_CHECKS = {"semi": _check_semi, "geometry": _check_geometry}  # what tables and figures rely on, by evaluation
+
+
+def _is_angle(value: Any) -> bool:
+    known = number(value)
+    return known is not None and 0 <= known <= 180
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _require(key: str, value: Any, possible: bool, instead: str) -> None:
+    if not possible:
+        raise ValueError(f"its {key} is {str(value)[:50]!r}, not {instead}")
 
 
 def _with_labels(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.files import checksum, size_of, sync_folder, tensor_bytes, write_atomically
+from fedx_pl.files import UNFINISHED, checksum, size_of, sync_folder, tensor_bytes, write_atomically
 
 # What reading a file may raise that is damaged, or made by a stranger.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
@@ -127,7 +127,7 @@ class Checkpoints:
         files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
         sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         folder = self._rounds / f"round_{state.round:05d}"
-        temporary = folder.with_name(f".{folder.name}.tmp")
+        temporary = folder.with_name(f".{folder.name}{UNFINISHED}")
         shutil.rmtree(temporary, ignore_errors=True)
         for name, content in (files | {"SHA256SUMS": sums.encode()}).items():
             write_atomically(temporary / name, content)
@@ -241,7 +241,7 @@ class Checkpoints:
         folder, best, temporary = (
             self._rounds / f"round_{round_number:05d}",
             self._rounds / "best",
-            self._rounds / ".best.tmp",
+            self._rounds / f".best{UNFINISHED}",
         )
         try:
             kept = json.loads((best / "state.json").read_bytes())["round"]

@@ -30,7 +30,7 @@ from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import checksum, tensor_bytes, write_atomically
+from fedx_pl.files import UNFINISHED, checksum, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
 from fedx_pl.sites import wire
@@ -252,7 +252,7 @@ class Memories:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._file = folder, folder / "memory.json"
-        for half in folder.glob(".*.tmp"):  # Of a site that was killed while it wrote.
+        for half in folder.glob(f".*{UNFINISHED}"):  # Of a site that was killed while it wrote.
             half.unlink()
 
     def load(self, round_number: int) -> State | None:

@@ -1,7 +1,7 @@
 """Decoded arrays on disk: a folder of ``.npy`` files and a ``manifest.json`` with their hashes.
 
 A cache is complete or absent: it is written beside its place and moved there in one step, and what it holds is hashed
-again on every load.
+again on every load. Nothing but a cache is ever replaced or removed: its place may be the user's own folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -31,6 +32,7 @@ MANIFEST = "manifest.json"
 MAP_BYTES = 2**30  # larger arrays are mapped instead of read: a folder of images may exceed the memory
 _BLOCK = 2**26
 _STALE_SECONDS = 24 * 3600
+_PARTS = {"arrays", "info"}  # of a manifest, beside its own sha256
 
 
 class CacheError(Exception):
@@ -74,8 +76,12 @@ def fingerprint_of(train: Split, test: Split | None) -> str:
     return fingerprint({f"{key} {array.shape}": sha256(array) for key, array in arrays.items() if array is not None})
 
 
-def read(folder: Path) -> Cached:
+def read(folder: Path, *, unsigned: bool = False) -> Cached:
     """Loads and verifies a cache.
+
+    Args:
+        folder: of the cache.
+        unsigned: also one of an older version, whose manifest has no checksum.
 
     Raises:
         CacheError: it is absent, incomplete or not what was written.
@@ -83,19 +89,48 @@ def read(folder: Path) -> Cached:
     if not folder.is_dir():
         raise CacheError(f"none in {folder}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(_regular(folder / MANIFEST).read_bytes())
+        if set(manifest) == _PARTS and not unsigned:
+            raise CacheError(f"{folder} is of an older version, without a checksum of its manifest")
+        if set(manifest) != _PARTS and manifest["sha256"] != _digest(manifest):
+            raise CacheError(f"{folder / MANIFEST} has changed since it was written")
         arrays, hashes = {}, {}
         for name, entry in manifest["arrays"].items():
-            path = folder / f"{name}.npy"
+            path = _regular(folder / f"{name}.npy")
+            # Before memory is taken: a damaged header may ask for any amount of it.
+            if _header_of(path) != (entry["shape"], entry["dtype"]):
+                raise CacheError(f"{path} has changed since it was written")
             # "c", copy on write: torch wants writable memory, the verified file must stay as it is
             arrays[name] = np.load(path, mmap_mode="c" if path.stat().st_size > MAP_BYTES else None, allow_pickle=False)
             hashes[name] = sha256(arrays[name])
-            shape, dtype = list(arrays[name].shape), str(arrays[name].dtype)
-            if (shape, dtype, hashes[name]) != (entry["shape"], entry["dtype"], entry["sha256"]):
+            if hashes[name] != entry["sha256"]:
                 raise CacheError(f"{path} has changed since it was written")
         return Cached(arrays, hashes, manifest["info"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (CacheError, MemoryError):
+        raise
+    except Exception as error:  # numpy and json fed with foreign bytes fail in any way they like
         raise CacheError(f"{folder} is damaged ({one_line(error)})") from error
+
+
+def _regular(path: Path) -> Path:
+    if path.exists() and not path.is_file():
+        raise CacheError(f"{path} is not a file")  # reading a pipe or a device may not end
+    return path
+
+
+def _header_of(path: Path) -> tuple[list[int], str]:
+    """Shape and type of the array in a file that `ArrayWriter` wrote."""
+    with open(path, "rb") as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise CacheError(f"{path} has changed since it was written")
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+    return list(shape), f"{dtype} by columns" if by_columns else str(dtype)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """The sha256 of a manifest's content."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class ArrayWriter:
@@ -155,8 +190,13 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     Raises:
         UserError: the disk is full.
+        CacheError: ``folder`` holds something else than a cache, which is left as it is.
     """
-    fresh = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    fresh = folder.parent / f"{_beside(folder)}{uuid.uuid4().hex}"
+    if os.path.lexists(folder) and not _is_cache(folder):
+        raise CacheError(
+            f"{folder} holds something else than a cache, and is left as it is; move or delete it yourself"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
@@ -200,13 +240,35 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any
 
 def write_manifest(folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
     """Writes ``manifest.json`` and waits until it is on the disk."""
-    content = json.dumps({"arrays": dict(entries), "info": dict(info)}, indent=1)
+    manifest = json.loads(json.dumps({"arrays": dict(entries), "info": dict(info)}))  # as it is read back
+    content = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
     write_atomically(folder / MANIFEST, content.encode())
+
+
+def _is_cache(folder: Path) -> bool:
+    """Whether a folder is empty, or holds a manifest, which may be damaged, and arrays, and nothing else."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {entry.name for entry in folder.iterdir()}
+    if not names:
+        return True
+    if MANIFEST not in names or not all(name == MANIFEST or name.endswith(".npy") for name in names):
+        return False
+    if not (folder / MANIFEST).is_file():
+        return False
+    content = (folder / MANIFEST).read_bytes()
+    return any(f'"{part}"'.encode() in content for part in _PARTS)  # one of them outlives a flipped bit
+
+
+def _beside(folder: Path) -> str:
+    """How names of folders begin that are to become ``folder``."""
+    return f".fedx-pl-{folder.name}-"
 
 
 def _sweep(folder: Path) -> None:
     """Removes what killed writers of this cache left behind, long enough ago not to be at work."""
-    for left in folder.parent.glob(f".{folder.name}-*"):
+    ours = re.compile(re.escape(_beside(folder)) + "[0-9a-f]{32}(-old)?")
+    for left in folder.parent.iterdir():
         with suppress(OSError):  # another process sweeps, too
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+            if ours.fullmatch(left.name) and time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(left)

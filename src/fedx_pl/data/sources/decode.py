@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
+from fedx_pl.data.images import DataOptions, ValueRange, cache_folder, require_memory
 from fedx_pl.data.sources import cache, image_files
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.formats import one_line
 from fedx_pl.data.sources.image_files import Answered, Task, decode_batch
-from fedx_pl.errors import Report, UserError
+from fedx_pl.errors import Report, UserError, readable
 
 _DECODER = 3  # changes when the same files are decoded to other pixels than before
 _BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar
@@ -74,6 +74,10 @@ def decode(
     Returns:
         The images, memory-mapped if they are large.
     """
+    # One image as Pillow scales it, four bytes a pixel, and a batch of them as it is returned.
+    channels = 1 if options.grayscale else 3
+    needed = size * size * (4 + channels * min(_BATCH, len(paths)))
+    require_memory("data.image_size", size, needed, what="decoding images")
     settings = [size, options.grayscale, value_range]
     content = cached(
         cache_folder(options) / f"{options.name}-{key_of([(root, paths)], settings)}",
@@ -84,7 +88,7 @@ def decode(
     skipped = content.info["skipped"]
     if skipped:
         told = content.info["reasons"]
-        reasons = [f"{count} like {printable(root / first)} ({reason})" for reason, count, first in told]
+        reasons = [f"{count} like {readable(root / first)} ({reason})" for reason, count, first in told]
         if others := skipped - sum(count for _, count, _ in told):
             reasons.append(f"{others} for other reasons")
         report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
@@ -176,11 +180,6 @@ def run(
     return _with_progress(_run(work, tasks, workers), total, report, title=title)
 
 
-def printable(path: str | Path) -> str:
-    """A path as text: a name that is no text must not break the output."""
-    return os.fsencode(path).decode(errors="replace")
-
-
 def _run(work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
     """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
     start = time.monotonic()
@@ -241,9 +240,10 @@ class _Process:
             shape, remarks = json.loads(stdout.readline())
             return np.frombuffer(stdout.read(math.prod(shape)), np.uint8).reshape(shape), remarks
         except (OSError, ValueError) as error:  # it died: the pipe broke, or its answer is cut short
+            first = readable(os.path.join(root, paths[0]))
             raise UserError(
-                f"a process that decodes images died at one of {len(paths)} files from {os.path.join(root, paths[0])} "
-                "on (out of memory?); type data.workers=1 to decode in this process"
+                f"a process that decodes images died at one of {len(paths)} files from {first} on (out of memory?); "
+                "type data.workers=1 to decode in this process"
             ) from error
 
     def kill(self) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedx_pl.data.images import DataOptions, ImageData, Split, root_folder
+from fedx_pl.data.images import DataOptions, ImageData, Split, cache_folder, root_folder
 from fedx_pl.data.sources.cache import fingerprint
-from fedx_pl.data.sources.decode import decode, printable
+from fedx_pl.data.sources.decode import decode
 from fedx_pl.data.sources.survey import survey
-from fedx_pl.errors import Report, UserError
+from fedx_pl.errors import Report, UserError, readable
 
 SIDES = {"folder": 96, "imagenet10": 256}  # in pixels, where data.image_size is 0
 
@@ -43,8 +43,9 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         raise UserError("data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv")
     table = Path(options.labels).expanduser() if options.labels not in ("none", "folders") else None
 
-    # a test folder or a table inside the root is no training image
-    paths = list_files(root, report, leave_out=[path.resolve() for path in (test_root, table) if path])
+    # a test folder, a table or our own cache inside the root is no training image
+    own = [path.resolve() for path in (test_root, table, cache_folder(options)) if path]
+    paths = list_files(root, report, leave_out=own)
     if not paths:
         raise UserError(f"data.root={options.root}: no images in {root.resolve()}")
     test_paths = list_files(test_root, report) if test_root else []
@@ -80,7 +81,7 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     )
 
     classes = _ordered({*names.values(), *test_names.values()})
-    groups = [path.split("/", 1)[0] if "/" in path else "." for path in train.paths]
+    groups = [readable(path.split("/", 1)[0]) if "/" in path else "." for path in train.paths]
     group_names = tuple(sorted(set(groups)))
     train_labels = _labels(train.paths, names, classes) if options.labels != "none" else None
     hashes = {"train": train.sha256, "labels": _hash(train_labels), "groups": _hash(groups)}
@@ -95,7 +96,7 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         test=test_split,
         classes=classes,
         group_names=group_names,
-        source=f"images in {root.resolve()}",
+        source=f"images in {readable(root.resolve())}",
         fingerprint=fingerprint(hashes),
         skipped=train.skipped + (test.skipped if test else 0),
         value_range=value_range,
@@ -140,9 +141,9 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
         name="imagenet10",
         train=train,
         test=test,
-        classes=classes,
+        classes=tuple(map(readable, classes)),
         group_names=(),
-        source=f"images in {root.resolve()}",
+        source=f"images in {readable(root.resolve())}",
         fingerprint=fingerprint(hashes),
         skipped=splits["train"].skipped + splits["val"].skipped,
         value_range=value_range,
@@ -162,7 +163,7 @@ def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> li
     """
 
     def unreadable(error: OSError) -> None:
-        report(f"cannot read the folder {printable(error.filename)} ({error.strerror}): its images are missing")
+        report(f"cannot read the folder {readable(error.filename)} ({error.strerror}): its images are missing")
 
     found: list[str] = []
     seen: set[Path] = set()
@@ -197,7 +198,7 @@ def hold_out(names: Mapping[str, str], fraction: float) -> list[str]:
 
 def _names_from_folders(paths: Sequence[str]) -> dict[str, str]:
     """Class names by path; an image in the root itself has none."""
-    return {path: path.rsplit("/", 2)[-2] for path in paths if "/" in path}
+    return {path: readable(path.rsplit("/", 2)[-2]) for path in paths if "/" in path}
 
 
 def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) -> tuple[dict[str, str], dict[str, str]]:
@@ -210,6 +211,8 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
     Returns:
         Class names by path, for the first and the second folder.
     """
+    if table.exists() and not table.is_file():
+        raise UserError(f"data.labels={table} is not a file; type none, folders or a CSV file")
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(cell.strip() for cell in row)]
@@ -231,6 +234,7 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
             relative = relative.replace(os.sep, "/")
             if relative in present:
                 if label:  # an empty cell is an image without label
+                    label = readable(label)
                     before = names[at].setdefault(relative, label)
                     if before != label:
                         raise UserError(

@@ -33,6 +33,7 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _PLANAR_CONFIGURATION = 258, 262, 284  # tags of
 _SIZ = b"\xff\x4f\xff\x51"  # how a JPEG 2000 codestream begins; the bits of a value are 42 bytes on
 _SAMPLE = 2**16  # pixels of an image that its bulk is estimated from
 _BULK = (0.005, 0.995)
+_MAX_SIDE = 2**16  # pixels; as long as JPEG can be. Pillow keeps a pointer for each row
 _ROWS = 256  # scaled at once: pixels as float64 take eight times the memory
 
 
@@ -143,7 +144,7 @@ def _open(path: str) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(_unknown(path)) from None
     limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and opened.width * opened.height > limit:
+    if max(opened.size) > _MAX_SIDE or (limit is not None and opened.width * opened.height > limit):
         opened.close()
         raise ValueError(f"{opened.width} x {opened.height} pixels are too many")
     return opened

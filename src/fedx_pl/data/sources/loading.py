@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from fedx_pl.data.sources.fetch import FetchError
 from fedx_pl.data.sources.formats import FormatError, one_line
 from fedx_pl.data.sources.named import Layout, NamedSet, RawSet
 from fedx_pl.data.sources.survey import number
-from fedx_pl.errors import Report, UserError, known_names
+from fedx_pl.errors import Report, UserError, known_names, readable, say
 from fedx_pl.seeding import derive
 
 __all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "overview"]
@@ -41,7 +41,7 @@ __all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "
 Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays
 
 
-def load(options: DataOptions, seed: int = 0, report: Report = print, *, source: Source | None = None) -> ImageData:
+def load(options: DataOptions, seed: int = 0, report: Report = say, *, source: Source | None = None) -> ImageData:
     """Loads a dataset.
 
     Args:
@@ -159,6 +159,7 @@ def _check(options: DataOptions, *, known: bool) -> None:
     if not known and options.name not in SOURCES:
         instead = known_names(options.name, [name for name in SOURCES if name != ARRAYS], prefix="data.name=")
         raise UserError(f"data.name={options.name} is not known{instead}")
+    _check_places(options)
     for key in ("limit", "test_limit", "image_size", "workers"):
         if getattr(options, key) < 0:
             raise UserError(f"data.{key}={getattr(options, key)}: type 0 or a positive number")
@@ -169,6 +170,23 @@ def _check(options: DataOptions, *, known: bool) -> None:
         )
     if not 0 <= options.test_fraction < 1:
         raise UserError(f"data.test_fraction={options.test_fraction}: type a number from 0 to below 1, e.g. 0.2")
+
+
+def _check_places(options: DataOptions) -> None:
+    for key in ("root", "cache", "test_root", "labels"):
+        path = getattr(options, key)
+        if "\0" in path:
+            raise UserError(f"data.{key}={readable(path)}: no path has a NUL character; type one without it")
+        if any("\ud800" <= letter <= "\udfff" for letter in path):  # what is written about a run must be text
+            raise UserError(
+                f"data.{key}={readable(path)} is not UTF-8; rename it, or make a link to it (ln -s) and type the link"
+            )
+    root, kept = root_folder(options).resolve(), cache_folder(options).resolve()
+    if kept in (root, root / options.name) or root == kept / options.name:
+        raise UserError(
+            f"data.cache={cache_folder(options)} is where data.root={options.root} has its own files; "
+            f"type data.cache=ANOTHER"
+        )
 
 
 def _subset(data: ImageData, options: DataOptions, seed: int) -> ImageData:
@@ -232,7 +250,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
         try:
             cache.write(cache_folder(options) / options.name, found.raw.arrays, info)
             report(f"{options.name}: {source}: complete, kept in {cache_folder(options) / options.name}")
-        except OSError as error:  # a read-only place costs time on the next run, nothing else
+        except (OSError, CacheError) as error:  # a place that cannot be used costs time on the next run, nothing else
             report(f"{options.name}: not cached in {cache_folder(options)}: {one_line(error)}")
         return found
 
@@ -262,7 +280,7 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
 
 
 def _from_cache(options: DataOptions) -> _Found:
-    content = cache.read(cache_folder(options) / options.name)
+    content = cache.read(cache_folder(options) / options.name, unsigned=True)  # its arrays may be hard to get again
     official = named.SHA256.get(options.name)
     try:
         train, test = (
@@ -270,7 +288,7 @@ def _from_cache(options: DataOptions) -> _Found:
         )
         raw = RawSet(train, test, tuple(content.info["classes"]))
         source, verified = content.info["source"], content.info["verified"]
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise CacheError(f"{cache_folder(options) / options.name} lacks {error}") from error
     if options.verify and (not verified or (official and content.hashes != official)):
         raise CacheError("holds a copy that is not the official one; data.verify=false accepts it")
@@ -288,6 +306,7 @@ def _from_files(spec: NamedSet, places: list[Path], source: str, verify: bool) -
                     problems.append(f"{' and '.join(missing)} missing in {place}")
                 continue
             try:
+                _require_files(place, layout.files)
                 if verify:
                     _check_md5(layout, place)
                 raw = layout.read(place)
@@ -301,7 +320,15 @@ def _from_files(spec: NamedSet, places: list[Path], source: str, verify: bool) -
     raise FormatError("; ".join(problems) or f"none in {' or '.join(map(str, places))}")
 
 
+def _require_files(place: Path, files: Iterable[str]) -> None:
+    """Reading a pipe or a device may not end."""
+    for file in files:
+        if not (place / file).is_file() and not (place / file).is_dir():
+            raise FormatError(f"{file}: not a file")
+
+
 def _check_md5(layout: Layout, place: Path) -> None:
+    _require_files(place, layout.md5)
     for file, md5 in layout.md5.items():
         try:
             with open(place / file, "rb") as stream:

@@ -13,9 +13,9 @@ from typing import Any
 
 from fedx_pl.data.images import DataOptions, ValueRange, cache_folder
 from fedx_pl.data.sources import cache
-from fedx_pl.data.sources.decode import batches, cached, key_of, printable, run
+from fedx_pl.data.sources.decode import batches, cached, key_of, run
 from fedx_pl.data.sources.image_files import Facts, survey_batch
-from fedx_pl.errors import Report
+from fedx_pl.errors import Report, readable
 
 Parts = Sequence[tuple[Path, Sequence[str]]]
 
@@ -125,9 +125,9 @@ def _fill(folder: Path, parts: Parts, options: DataOptions, report: Report, orig
             if facts is None:
                 continue
             if facts["pages"] > 1:
-                several.append((printable(path), facts["pages"]))
+                several.append((readable(path), facts["pages"]))
             if facts["values"] is not None:
-                deep.paths.append(printable(path))
+                deep.paths.append(readable(path))
                 deep.values.append(facts["values"])
                 deep.whole.append(facts["whole"])
     info: dict[str, Any] = {"value_range": None, "lines": []}
