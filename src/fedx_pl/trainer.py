@@ -36,7 +36,7 @@ from fedx_pl.federation import privacy
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, ClientRecord, RunState, UnfinishedRound
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state
 from fedx_pl.federation.device import device_of, resolve_precision
@@ -240,6 +240,7 @@ class FederatedTrainer(Attached):
             seconds=self.state.seconds + record.row["round_seconds"],
             callbacks={callback.state_key: callback.state_dict() for callback in self.callbacks},
             config=self.description.hash,
+            described=self.described,
         )
         self.checkpoints.commit(self.state, self.global_state)
         self.unfinished.clear()
@@ -270,10 +271,19 @@ class FederatedTrainer(Attached):
             closing_all.enter_context(lock)
             self.global_state = global_state.to(self.device)
             for callback in self.callbacks:
-                callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+                self._restore(callback)
                 callback.setup(self)
             self._holds_a_run = True
             yield
+
+    def _restore(self, callback: RoundCallback) -> None:
+        """Gives a callback its state of the last round; a stranger may have written it."""
+        try:
+            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+        except DAMAGED as error:
+            raise UserError(
+                f"{self.folder}: its checkpoint has a state of {callback.state_key} that cannot be ({error})"
+            ) from error
 
     # --- who trains, and how ------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import argparse
 
 from fedx_pl.callbacks import progress
 from fedx_pl.encoder.embed import write_table
+from fedx_pl.encoder.export import require_place
 from fedx_pl.encoder.load import Encoder
 
 
@@ -16,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def load_encoder(options: argparse.Namespace) -> Encoder:
-    """The encoder of the run that the options name."""
-
+    """The encoder of the run that the options name; the place of the result must be there."""
+    require_place(options.out)
     with progress.grouped_warnings(progress.make_console()):
         return Encoder.of(options.run, options.round, allow_code=options.allow_code)
