@@ -99,6 +99,7 @@ class Checkpoints:
             try:
                 tensors = load(self._client_bytes(client, record))
             except DAMAGED as error:
+                require_there(self._folder)
                 file = self._client_file(client, record.last_round)
                 rounds = [folder for folder in self._committed() if _number(folder) >= record.last_round]
                 raise UserError(
