@@ -46,6 +46,7 @@ from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimiz
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundRecord
 from fedx_pl.federation.run_folder import open_run
+from fedx_pl.files import require_there
 from fedx_pl.methods.base import SSLMethod
 
 if TYPE_CHECKING:
@@ -179,7 +180,10 @@ class FederatedTrainer(Attached):
                     self.unfinished.clear()
                     self._call("on_fit_end")
             except BaseException as exception:
-                self._call("on_exception", exception)
+                try:
+                    self._call("on_exception", exception)
+                finally:
+                    require_there(self.folder)  # If it is gone, whatever failed failed because of that.
                 raise
 
     def evaluate(self) -> dict[str, float]:

@@ -145,6 +145,7 @@ class Checkpoints:
 
         Not within a round.
         """
+        require_there(self._folder)
         for folder in self._committed()[: -self._keep]:
             shutil.rmtree(folder)
         needed = set()

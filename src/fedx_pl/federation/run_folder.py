@@ -244,7 +244,8 @@ def _require_space(trainer: FederatedTrainer) -> None:
     # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
     rounds = trainer.keep + 2 + (trainer.num_sampled if clients else trainer.datamodule.num_clients)
     needed = weights * rounds + 3 * private * len(clients) + 50e6
-    needed -= sum(file.stat().st_size for file in folder.rglob("*.safetensors"))  # Some of it is there already.
+    there = (file for file in folder.rglob("*.safetensors") if file.is_file())
+    needed -= sum(file.stat().st_size for file in there)  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
             f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "
