@@ -159,7 +159,7 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
             state=GlobalState(weights={"w": torch.ones(3) * client}),
             memory=ClientMemory(last_round=3, steps=1, epochs=1),
             losses=torch.zeros(2, 1),
-            loss_names=("a",),
+            loss_names=("total",),
             images_seen=7,
         )
         pending.save(

@@ -1,12 +1,16 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
 
 import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -17,6 +21,12 @@ try:
     import fcntl
 except ImportError:  # Not on Windows: there a folder is not locked.
     fcntl = None  # type: ignore[assignment]
+
+SEAL = "checksum"  # the key that `sealed` adds
+_ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,})")
+_LOCK = ".lock"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Not on Windows.
+_TRIES, _PAUSE = 10, 0.02  # seconds
 
 
 def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
@@ -39,12 +49,100 @@ def checksum(content: bytes) -> str:
 UNFINISHED = ".fedx-pl.tmp"
 
 
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with its own checksum in it, which `unsealed` looks at."""
+    return {**record, SEAL: checksum(json.dumps(record).encode())}
+
+
+def unsealed(record: Any) -> dict[str, Any]:
+    """Reverses `sealed`.
+
+    Raises:
+        ValueError: it has no checksum, or another one.
+    """
+    if not isinstance(record, dict) or SEAL not in record:
+        raise ValueError("it has no checksum")
+    content = {key: value for key, value in record.items() if key != SEAL}
+    if checksum(json.dumps(content).encode()) != record[SEAL]:
+        raise ValueError("it does not match its checksum")
+    return content
+
+
+def sums_of(files: Mapping[str, bytes]) -> bytes:
+    """The content of SHA256SUMS for some files, as ``sha256sum --check`` reads it."""
+    return "".join(f"{checksum(content)}  {name}\n" for name, content in files.items()).encode()
+
+
+def read_verified(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Reads all files that the SHA256SUMS of a folder is about.
+
+    Raises:
+        ValueError: one of them is not what it was.
+        OSError: one of them is missing.
+    """
+    files = {name: (folder / name).read_bytes() for name in names}
+    if sums_of(files) != (folder / "SHA256SUMS").read_bytes():
+        raise ValueError("its files do not match SHA256SUMS")
+    return files
+
+
+def round_folders(checkpoints: Path) -> list[Path]:
+    """The rounds in a folder of checkpoints, the oldest first; a copy that somebody made there is none of them."""
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    rounds = {int(name.removeprefix("round_")): name for name in names if _ROUND.fullmatch(name)}
+    return [checkpoints / rounds[number] for number in sorted(rounds)]
+
+
+def require_plain(folder: Path, inside: Sequence[str] = ()) -> None:
+    """Raises a `UserError` if a folder holds a link, a pipe or a device: writing would change what is elsewhere.
+
+    Args:
+        folder: may be a link itself, and need not exist.
+        inside: the folders in it that are searched as well, with all that is in them.
+    """
+    if not folder.is_dir():
+        return
+    waiting, own = [folder], {folder / name for name in inside}
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink():
+                    raise UserError(
+                        f"{path} is a link to {os.readlink(path)}, and a run folder holds no links: files elsewhere "
+                        f"would be changed; replace it by a copy of what it leads to, or remove it"
+                    )
+                if entry.is_dir():
+                    if path in own or any(parent in own for parent in path.parents):
+                        waiting.append(path)
+                elif not entry.is_file():
+                    raise UserError(f"{path} is neither a file nor a folder; remove it from the run folder")
+
+
+def require_there(folder: Path) -> None:
+    """Raises a `UserError` if a run folder is gone; to write to it would make another one, with half a run."""
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} was deleted or moved while it was trained in, and nothing more can be saved there; move it back "
+            f"and start again to go on after its last round, or start again for a new run"
+        )
+
+
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
+    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it.
+
+    A link is replaced and not followed.
+
+    Raises:
+        UserError: there is a folder or a device of that name.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file and is not replaced; type another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    temporary.unlink(missing_ok=True)  # Of a process that was killed and had the same number.
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             if sync:
@@ -83,8 +181,10 @@ def require_file(path: Path, option: str = "-o") -> None:
         option: of the command.
 
     Raises:
-        UserError: it is a folder, a pipe or a device.
+        UserError: it is a folder, a pipe or a device, or there is no folder for it.
     """
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first, or type another name")
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {path} is not a file, and is left as it is; type the name of a new file")
 
@@ -107,27 +207,51 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process trains in a folder; leaves nothing there."""
-    if not (folder / ".lock").exists():
+    """Whether another process trains in a folder; leaves nothing there.
+
+    Those who ask do not see each other, and who starts to train meanwhile waits for the answer.
+    """
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDONLY | _NO_LINK)
+    except OSError:
         return False
     try:
-        lock(folder).close()
-    except UserError:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:
+        return False  # Some network file systems cannot lock.
+    finally:
+        os.close(handle)
     return False
 
 
 def lock(folder: Path) -> IO[str]:
-    """Keeps other processes out of a folder until the returned file is closed or this process ends, however it ends."""
-    file = open(folder / ".lock", "w")  # noqa: SIM115 (held open on purpose)
-    if fcntl is not None:
+    """Keeps other processes out of a folder until the returned file is closed or this process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
+    for tries_left in reversed(range(_TRIES)):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
+            if tries_left:
+                time.sleep(_PAUSE)  # It may be somebody who only asks, see `is_locked`.
+                continue
             file.close()
             raise UserError(
                 f"another process is training in {folder}; wait for it, end it, or type run.dir=ANOTHER"
             ) from None
-        except OSError:
-            pass  # Some network file systems cannot lock.
+        except OSError as error:  # Some network file systems cannot lock.
+            warnings.warn(
+                f"the file system of {folder} cannot lock files ({error.strerror}): a second process that trains "
+                f"there would not be noticed; see to it that there is none",
+                stacklevel=2,
+            )
+            break
     return file

@@ -37,7 +37,7 @@ from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, ClientRecord, RunState, UnfinishedRound
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
@@ -46,6 +46,7 @@ from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundRecord
 from fedx_pl.federation.run_folder import open_run
+from fedx_pl.files import require_there
 from fedx_pl.methods.base import SSLMethod
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class FederatedTrainer(Attached):
                     self._call("on_fit_end")
             except BaseException as exception:
                 with ExitStack() as all_told:  # Each is told, whatever another does.
+                    all_told.callback(require_there, self.folder)  # If it is gone, that is why something failed.
                     for callback in reversed(self._ready):
                         all_told.callback(callback.on_exception, self, exception)
                 raise
@@ -230,6 +232,7 @@ class FederatedTrainer(Attached):
             seconds=self.state.seconds + record.row["round_seconds"],
             callbacks={callback.state_key: kept_state(callback) for callback in self.callbacks},
             config=self.description.hash,
+            described=self.described,
         )
         self.checkpoints.commit(self.state, self.global_state)
         self.unfinished.clear()
@@ -253,10 +256,19 @@ class FederatedTrainer(Attached):
     def _set_up(self) -> None:
         self._ready: list[RoundCallback] = []
         for callback in self.callbacks:
-            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+            self._restore(callback)
             callback.setup(self)
             self._ready.append(callback)
         self._holds_a_run = True
+
+    def _restore(self, callback: RoundCallback) -> None:
+        """Gives a callback its state of the last round; a stranger may have written it."""
+        try:
+            callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
+        except DAMAGED as error:
+            raise UserError(
+                f"{self.folder}: its checkpoint has a state of {callback.state_key} that cannot be ({error})"
+            ) from error
 
     # --- who trains, and how ------------------------------------------------------------------------------------------
 

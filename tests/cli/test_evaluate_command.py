@@ -1,7 +1,9 @@
 """Measuring a run after the fact: the same numbers as during training, and nothing of the run is touched."""
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import RoundContext
+from fedx_pl.files import unsealed
 
 QUICK = ["evaluation.semi.epochs=1", "evaluation.semi.fractions=[0.05,0.5]"]
 
@@ -47,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def saved(run: Path, kind: str) -> dict:
-    return json.loads((run / "evaluation" / f"{kind}.json").read_text())
+    return unsealed(json.loads((run / "evaluation" / f"{kind}.json").read_text()))
 
 
 def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
@@ -207,11 +210,17 @@ def test_a_folder_without_a_run_or_without_a_round_is_explained(run: Path, tmp_p
         evaluate_run(run, ["knn"], report=silent)
 
 
-def test_other_images_are_refused(run: Path) -> None:
-    split = json.loads((run / "split.json").read_text())
-    (run / "split.json").write_text(json.dumps(split | {"fingerprint": "of other images"}))
+def test_other_images_are_refused(run: Path, tiny_root: Path, tmp_path: Path) -> None:
+    """The last pixel of each file is another one."""
+    name, other = "cifar-10-binary.tar.gz", tmp_path / "other"
+    other.mkdir()
+    with tarfile.open(tiny_root / name) as before, tarfile.open(other / name, "w:gz") as after:
+        for member in before.getmembers():
+            content = bytearray(before.extractfile(member).read())
+            content[-1] ^= 255
+            after.addfile(member, io.BytesIO(content))
     with pytest.raises(UserError, match=r"trained on other images; type data\.root="):
-        evaluate_run(run, ["knn"], report=silent)
+        evaluate_run(run, ["knn"], [f"data.root={other}"], report=silent)
 
 
 def train_unlabelled(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """The runner of experiments: what is finished is not run again, what was cut off goes on, what fails is named."""
 
+import fcntl
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
 from rich.console import Console
 
@@ -25,7 +27,10 @@ from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
 from fedx_pl.experiments.sweep import Job, Sweep, places
-from fedx_pl.files import lock
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.round import GlobalState
+from fedx_pl.federation.run_state import RunState
+from fedx_pl.files import is_locked, lock, sealed
 from fedx_pl.provenance.foreign_code import Record, code_of, write_record
 
 
@@ -136,14 +141,15 @@ def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_pa
         compose(line.split()[2:])
 
 
-def finished(job: Job, config: Config | None = None) -> Job:
+def finished(job: Job, config: Config | None = None, **row: float) -> Job:
     """Leaves what a finished run leaves, as far as the runner looks at it."""
     job.folder.mkdir(parents=True)
     (job.folder / "config.yaml").write_text((config or job.config).to_yaml())
     rounds = range(1, job.config.federation.rounds + 1)
     (job.folder / "metrics.csv").write_text("\n".join(["round", *map(str, rounds), ""]))
-    metrics = {"untrained": {}, "rounds": [{"round": n, "linear_top1": 12.5} for n in rounds], "seconds": 3.0}
-    (job.folder / "metrics.json").write_text(json.dumps(metrics))
+    rows = [{"round": n, **(row or {"linear_top1": 12.5})} for n in rounds]
+    state = RunState(round=rounds[-1], rows=rows, seconds=3.0)
+    Checkpoints(job.folder).commit(state, GlobalState(weights={"w": torch.zeros(1)}))
     (job.folder / "encoder.safetensors").touch()
     return job
 
@@ -229,9 +235,7 @@ def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_pat
     begun = job_in(tmp_path, "federation.rounds=5", name="begun")
     begun.folder.mkdir()
     (begun.folder / "metrics.csv").write_text("round\n1\n2\n")
-    done = finished(job_in(tmp_path, "seed=1", name="done"))
-    metrics = {"untrained": {}, "rounds": [{"round": 1, "round_seconds": 10.0}], "seconds": 99.0}
-    (done.folder / "metrics.json").write_text(json.dumps(metrics))
+    done = finished(job_in(tmp_path, "seed=1", name="done"), round_seconds=10.0)
     console = Console(file=io.StringIO())
     assert Sweep([done, begun], tmp_path / "results", 2, console).expected_seconds() is None
     sweep([done], tmp_path)
@@ -279,6 +283,75 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
         assert part in output.getvalue()
 
 
+def test_asking_for_a_lock_does_not_take_it(tmp_path: Path) -> None:
+    """Two sweeps look at the same folder while a run starts there: nobody is told that somebody trains."""
+    lock(tmp_path).close()
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            assert not is_locked(tmp_path)
+
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        assert not any(is_locked(tmp_path) for _ in range(200))
+    finally:
+        ended.set()
+        for thread in asking:
+            thread.join()
+    with lock(tmp_path):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def test_a_run_starts_while_others_ask_for_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks has it for a moment; a process that starts to train then is not turned away."""
+    lock(tmp_path).close()
+    asking = open(tmp_path / ".lock")  # noqa: SIM115
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr("fedx_pl.files.time.sleep", lambda seconds: asking.close())
+    lock(tmp_path).close()
+    assert asking.closed
+
+
+def test_a_run_that_another_sweep_took_a_moment_before_is_waited_for(tmp_path: Path) -> None:
+    class Second(Job):
+        """Its process finds the folder locked; when it is looked at again, the other one has finished."""
+
+        def next_command(self) -> list[str] | None:
+            return None if self.log.exists() else ["train"]
+
+    job = finished(job_in(tmp_path))
+    runner = Sweep([], tmp_path / "results", 1, Console(file=(output := io.StringIO()), width=300))
+    second = Second(overrides=job.overrides, config=job.config, evaluate=[])
+    second.log.write_text(f"# commit a: fedx-pl train\nerror: another process is training in {job.folder}; wait\n")
+    second.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+    second.process.wait()
+    runner.running.append(second)
+    runner._look_after()
+    assert (runner.failed, runner.waiting) == ([], [second])
+    assert "another process trains it; waiting" in output.getvalue()
+    assert runner.run() == []
+    assert runner.done == [second]
+
+
+def test_the_numbers_of_a_table_are_those_with_a_checksum(tmp_path: Path) -> None:
+    """One flipped bit of metrics.json makes 92.5 of 12.5; one of an evaluation is measured again."""
+    job = finished(job_in(tmp_path, evaluate=["knn"]))
+    (job.folder / "metrics.json").write_text(json.dumps({"rounds": [{"round": 1, "linear_top1": 92.5}]}))
+    settings = evaluation_settings("knn", job.config)
+    document = json.dumps(sealed({"round": 1, "settings": settings, "results": {"knn_top1": 12.5}}))
+    (job.folder / "evaluation").mkdir()
+    (job.folder / "evaluation" / "knn.json").write_text(document.replace("12.5", "92.5"))
+    assert job.next_command()[:3] == ["evaluate", str(job.folder), "knn"]
+    (job.folder / "evaluation" / "knn.json").write_text(document)
+    _, output = sweep([job], tmp_path)
+    assert "done, linear 12.50" in output
+    assert read_result(tmp_path / "results" / f"{job.name}.json").evaluations["knn"]["knn_top1"] == 12.5
+
+
 def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Path) -> None:
     class Killed(Job):
         def next_command(self) -> list[str]:
@@ -314,7 +387,7 @@ def test_a_sweep_of_nothing_is_a_mistake(words: list[str], message: str, capsys:
 
 def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
     bad, good = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
-    (bad.folder / "metrics.json").write_text("{")
+    (bad.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     runner, output = sweep([bad, good], tmp_path)
     assert runner.failed == [bad]
     assert runner.done == [good]
@@ -339,7 +412,7 @@ def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Pa
 
 def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
     base, user = finished(job_in(tmp_path, "seed=1", name="a")), job_in(tmp_path, "seed=2", name="b")
-    (base.folder / "metrics.json").write_text("{")
+    (base.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     user.needs = [base.config.hash]
     runner, output = sweep([base, user], tmp_path)
     assert runner.failed == [base, user]

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from helpers import Watching, data_for, fitted, make_data, make_model, start, train
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fedx_pl import FedCAMixin, FedXMixin, MoonMixin, SSLMethod, losses
 from fedx_pl.cli.main import main
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods import BUILT_IN, SimCLR
 from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
 
@@ -91,12 +93,25 @@ def base_model() -> SSLMethod:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A finished run, as far as FedCA looks at it."""
-    folder = tmp_path / "run" / "checkpoints" / "round_00003"
-    folder.mkdir(parents=True)
-    state = base_model().shared_state()
-    save_file({name: t.contiguous() for name, t in state.items()}, folder / "global.safetensors")
+    (tmp_path / "run").mkdir()
+    weights = GlobalState(weights=base_model().shared_state())
+    Checkpoints(tmp_path / "run").commit(RunState(round=3), weights)
     (tmp_path / "run" / "encoder.safetensors").touch()
     return tmp_path / "run"
+
+
+def test_a_damaged_base_and_a_copy_beside_it_are_not_taken(base: Path) -> None:
+    fedca = wrap(FedCAMixin, SimCLR)
+    newest = base / "checkpoints" / "round_00003"
+    copy = base / "checkpoints" / "round_00003_backup"
+    copy.mkdir()
+    (copy / "global.safetensors").write_text("no weights")
+    make_model(fedca, fedca=FedCAOptions(base=str(base)))
+    content = bytearray((newest / "global.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "global.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"fedca\.base=.* is not the folder of a finished run"):
+        make_model(fedca, fedca=FedCAOptions(base=str(base)))
 
 
 def test_fedca_aligns_to_the_base_encoder(base: Path) -> None:
@@ -133,10 +148,7 @@ def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> None:
     method = BUILT_IN[name]
-    folder = tmp_path / "checkpoints" / "round_00001"
-    folder.mkdir(parents=True)
-    state = {n: t.contiguous() for n, t in make_model(method).shared_state().items()}
-    save_file(state, folder / "global.safetensors")
+    Checkpoints(tmp_path).commit(RunState(round=1), GlobalState(weights=make_model(method).shared_state()))
     (tmp_path / "encoder.safetensors").touch()
     whole = wrap(FedXMixin, wrap(MoonMixin, wrap(FedCAMixin, method)))
     model = make_model(whole, fedca=FedCAOptions(base=str(tmp_path)))

@@ -119,8 +119,9 @@ class Dashboard(RoundCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
-        self._files = state.get("files", {})
-        self._custom = dict.fromkeys(state.get("custom", []))
+        files = state.get("files", {})
+        self._files = None if files is None else {name: max(0, int(length)) for name, length in files.items()}
+        self._custom = dict.fromkeys(map(str, state.get("custom", [])))
 
     def _evaluation(self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         accuracies = {key: found[key] for key in found if "_top" in key}

@@ -63,4 +63,5 @@ class EarlyStopping(RoundCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
-        self.best, self.waited = state.get("best"), state.get("waited", 0)
+        best = state.get("best")
+        self.best, self.waited = None if best is None else float(best), int(state.get("waited", 0))

@@ -20,4 +20,5 @@ class SaveEncoder(RoundCallback):
         if any("_top1" in key for row in trainer.history for key in row):
             from fedx_pl.callbacks import plots  # Here: matplotlib would slow every start down.
 
-            plots.curves(trainer.history, trainer.untrained).savefig(trainer.folder / "accuracy.png")
+            figure = plots.curves(trainer.history, trainer.untrained)
+            write_atomically(trainer.folder / "accuracy.png", plots.png(figure))

@@ -103,7 +103,7 @@ class Health(RoundCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
-        self.alarms = list(state.get("alarms", []))
+        self.alarms = list(map(str, state.get("alarms", [])))
 
 
 def _ends(update: Update) -> tuple[float, float]:

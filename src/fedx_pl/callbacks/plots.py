@@ -1,5 +1,6 @@
 """Pictures of a run. Plain ``Figure`` objects, never pyplot: no global state, no display, safe in any thread."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -180,3 +181,10 @@ def pixels(figure: Figure) -> np.ndarray:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def png(figure: Figure) -> bytes:
+    """The content of a picture's file."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()

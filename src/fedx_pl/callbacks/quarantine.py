@@ -48,4 +48,4 @@ class Quarantine(RoundCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """JSON has made texts of the clients' numbers."""
-        self.strikes = {int(client): count for client, count in state.get("strikes", {}).items()}
+        self.strikes = {int(client): int(count) for client, count in state.get("strikes", {}).items()}

@@ -19,6 +19,5 @@ def run(options: argparse.Namespace) -> None:
 
 def load_encoder(options: argparse.Namespace) -> Encoder:
     """The encoder of the run that the options name."""
-
     with progress.grouped_warnings(progress.make_console()):
         return Encoder.of(options.run, options.round, allow_code=options.allow_code)

@@ -31,8 +31,8 @@ from fedx_pl.data.partition import Partition
 from fedx_pl.errors import Report, UserError, say
 from fedx_pl.evaluation.base import Tick
 from fedx_pl.evaluation.linear import PRESETS
-from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.files import write_atomically
+from fedx_pl.federation.run_folder import read_run
+from fedx_pl.files import sealed, write_atomically
 from fedx_pl.provenance import foreign_code
 from fedx_pl.trainer import FederatedTrainer
 
@@ -123,9 +123,11 @@ def evaluate_run(
         settings = evaluation.settings(trainer.local_epochs)
         document = {"round": trainer.current_round, "settings": settings, "results": found[kind]}
         file = folder / "evaluation" / f"{kind.replace(':', '.')}{suffix}.json"
-        write_atomically(file, json.dumps(document, indent=1).encode())
+        write_atomically(file, json.dumps(sealed(document), indent=1).encode())
         if (figure := evaluation.figure(config.name, found[kind])) is not None:
-            figure.savefig(file.with_suffix(".png"))
+            from fedx_pl.callbacks import plots  # Here: matplotlib would slow every start down.
+
+            write_atomically(file.with_suffix(".png"), plots.png(figure))
     return found
 
 
@@ -185,8 +187,7 @@ def _open(
     folder: Path, config: Config, report: Report, round_number: int | None, *, train: bool, data: ImageData | None
 ) -> FederatedTrainer:
     """The run as a round left it; without ``train`` it is only looked at, and its loss is not needed."""
-    if not Checkpoints(folder).rounds():
-        raise UserError(f"{folder} has no finished round; type fedx-pl train run.dir={folder} and the run's own keys")
+    read_run(folder, round_number)  # Before images are fetched for a configuration that is not the run's.
     # FedCA's base is not in the run folder, and has no part in the weights.
     config = config if train else _replaced(config, "fedca.enabled", False)
     trainer = build(config, report, images=data, partition=_Split(folder=folder, loaded=data is None)).trainer

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if options.debug:
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         advice = "free some space, then run the same command to go on" if full else "--debug shows where"
         print(for_terminal(f"error: {error}; {advice}"), file=sys.stderr)
         return EXIT_USER_ERROR

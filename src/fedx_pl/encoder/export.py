@@ -1,5 +1,6 @@
 """Writes an encoder in formats that others read without this package."""
 
+import io
 from pathlib import Path
 
 import torch
@@ -36,16 +37,17 @@ def export(
         require_file(file)
     encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
-    write = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
-    return file, write(encoder, file, read_config(run, allow_code=allow_code))
+    make = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
+    content, line = make(encoder, file, read_config(run, allow_code=allow_code))
+    write_atomically(file, content)  # At once: on a full disk, torch's own writers abort and leave a stump.
+    return file, line
 
 
-def _safetensors(encoder: Encoder, file: Path, config: Config) -> str:
-    write_atomically(file, tensor_bytes(encoder.backbone.state_dict()))
-    return f'weights = safetensors.torch.load_file("{file}")'
+def _safetensors(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
+    return tensor_bytes(encoder.backbone.state_dict()), f'weights = safetensors.torch.load_file("{file}")'
 
 
-def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
+def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
     """A state dict for torchvision's own network, which has a stem for large images and the full width."""
     backbone, name = encoder.backbone, config.backbone.name
     conv1 = getattr(backbone, "conv1", None)
@@ -59,14 +61,14 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> str:
             f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
             f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
         )
-    write_atomically(file, tensor_bytes(backbone.state_dict()))
-    return (
+    line = (
         f"model = torchvision.models.{name}(); model.fc = torch.nn.Identity(); "
         f'model.load_state_dict(safetensors.torch.load_file("{file}"))'
     )
+    return tensor_bytes(backbone.state_dict()), line
 
 
-def _torch(encoder: Encoder, file: Path, config: Config) -> str:
+def _torch(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
     batch = torch.export.Dim("batch", min=1)
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
     try:
@@ -77,19 +79,21 @@ def _torch(encoder: Encoder, file: Path, config: Config) -> str:
         raise UserError(
             f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for its weights"
         ) from error
-    torch.export.save(program, file)
-    return f'encoder = torch.export.load("{file}").module()'
+    stream = io.BytesIO()
+    torch.export.save(program, stream)
+    return stream.getvalue(), f'encoder = torch.export.load("{file}").module()'
 
 
-def _onnx(encoder: Encoder, file: Path, config: Config) -> str:
+def _onnx(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UserError(f"--to onnx needs onnx and onnxscript; type {install_hint('onnx')}") from error
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
-    torch.onnx.export(
-        encoder, (example,), str(file), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
+    program = torch.onnx.export(
+        encoder, (example,), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
         dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
     )  # fmt: skip
-    return f'session = onnxruntime.InferenceSession("{file}")'
+    assert program is not None  # Given that it writes no file.
+    return program.model_proto.SerializeToString(), f'session = onnxruntime.InferenceSession("{file}")'

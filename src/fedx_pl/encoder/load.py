@@ -25,7 +25,7 @@ from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.survey import Parts, survey
 from fedx_pl.errors import UserError, say
 from fedx_pl.evaluation.features import extract
-from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.run_folder import read_run
 from fedx_pl.provenance import foreign_code
 
 
@@ -86,15 +86,17 @@ class Encoder(nn.Module):
         """
         folder = Path(run)
         config = read_config(folder, allow_code=allow_code)
-        checkpoints = Checkpoints(folder)
-        found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
-        if found is None:
-            raise UserError(f"{folder} has no finished round; there is no encoder yet")
+        state, global_state = read_run(folder, round_number)
         weights = {
             name.removeprefix("backbone."): tensor
-            for name, tensor in found[1].weights.items()
+            for name, tensor in global_state.weights.items()
             if name.startswith("backbone.")
         }
+        if bad := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+            raise UserError(
+                f"{folder}: backbone.{bad[0]} of round {state.round} has values that are not finite; --round NUMBER "
+                f"takes an older round, if one was kept"
+            )
         side, channels = _side(config), stored_channels(config.data)
         backbone = _backbone(folder, config, channels, side=side, allow_code=allow_code)
         try:

@@ -16,6 +16,7 @@ from fedx_pl.errors import UserError, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation.identity import flat
+from fedx_pl.files import SEAL, unsealed
 from fedx_pl.provenance import foreign_code
 
 FORMAT = 1
@@ -332,11 +333,12 @@ def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] |
     """
     try:
         document = json.loads((folder / "evaluation" / f"{kind}.json").read_text())
+        document = unsealed(document) if SEAL in document else document  # Those of earlier versions have none.
         now, then = evaluation_settings(kind, config), dict(document["settings"])
         if "labels" in now:
             then.setdefault("labels", former_labels(config.data.limit))
         return document["results"] if document["round"] == config.federation.rounds and then == now else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

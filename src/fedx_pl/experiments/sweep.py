@@ -33,6 +33,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
+from fedx_pl.federation.run_folder import read_run
 from fedx_pl.files import is_locked, write_atomically
 from fedx_pl.provenance import foreign_code
 
@@ -50,6 +51,7 @@ class Job:
     needs: list[str] = field(default_factory=list)  # hashes of runs that must be finished first
     process: subprocess.Popen[bytes] | None = None
     command: list[str] | None = None  # of the process
+    log_start: int = 0  # where the process begins in the log
 
     @property
     def name(self) -> str:
@@ -158,16 +160,21 @@ def plan_jobs(
 
 
 def collect(job: Job) -> dict[str, Any]:
-    """What is worth keeping of a finished run."""
-    metrics = json.loads((job.folder / "metrics.json").read_text())
+    """What is worth keeping of a finished run.
+
+    The numbers are the checkpoint's, which has a checksum; metrics.json, which has the same, is for people.
+    """
+    state, _ = read_run(job.folder)
+    if state.round < job.config.federation.rounds:
+        raise ValueError(f"round {state.round} is the last that is whole")
     found = {kind: read_evaluation(job.folder, kind, job.config) for kind in EVALUATIONS}
     evaluations = {kind: _without_details(results) for kind, results in found.items() if results is not None}
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
         "profile": job.config.profile, "commit": job.commits(), "code": job.trained_code(),
         "machine": machine(job.config),
-        "seconds": round(metrics["seconds"], 1), "config": job.config.content(), "untrained": metrics["untrained"],
-        "rounds": [{key: _short(value) for key, value in row.items()} for row in metrics["rounds"]],
+        "seconds": round(state.seconds, 1), "config": job.config.content(), "untrained": state.untrained,
+        "rounds": [{key: _short(value) for key, value in row.items()} for row in state.rows],
         "evaluations": evaluations,
     }  # fmt: skip
 
@@ -301,6 +308,7 @@ class Sweep:
         job.command = command
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as log:
+            job.log_start = log.tell()
             log.write(f"{_START}{current_commit()}: fedx-pl {' '.join(job.command)}\n".encode())
             log.flush()
             job.process = subprocess.Popen(
@@ -326,9 +334,19 @@ class Sweep:
                 continue
             if code == 0:
                 self._launch(job)
+                continue
+            self.running.remove(job)
+            if self._came_second(job):
+                job.command = None
+                self.waiting.append(job)
+                self.console.print(f"{job.name} ({job.title}): another process trains it; waiting", soft_wrap=True)
             else:
-                self.running.remove(job)
                 self._fail(job, f"exit code {code}: {_last_words(job.log)}")
+
+    def _came_second(self, job: Job) -> bool:
+        """Whether a process failed because one of another sweep had taken up the same run a moment before."""
+        said = job.log.read_bytes()[job.log_start :].decode(errors="replace")
+        return f"error: another process is training in {job.folder}" in said
 
     def _stop(self) -> None:
         """Ends the runs that are still going; each loses at most the round it was in."""

@@ -15,6 +15,7 @@ from fedx_pl.federation import estimate, privacy
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
+from fedx_pl.federation.run_folder import read_run
 from fedx_pl.seeding import derive
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Attached:
     checkpoints: Checkpoints
     device: torch.device
     state: RunState
+    described: dict[str, Any] | None = None  # what the files of the run folder say, for its checkpoints
     global_state: GlobalState
     workplace: Any  # the engine
     _record: RoundRecord | None
@@ -163,12 +165,9 @@ class Attached:
             folder: of the run; it is only read.
             round_number: whose checkpoint was kept; the newest one's if not given.
         """
+        found = read_run(Path(folder), round_number)
         self.folder = Path(folder)
         self.checkpoints = Checkpoints(self.folder, self.keep)
-        read = self.checkpoints.read
-        found = self.checkpoints.latest(mend=False) if round_number is None else read(round_number)
-        if found is None:
-            raise UserError(f"{folder} has no finished round")
         self.state, self.global_state = found[0], found[1].to(self.device)
         self.model.to(self.device)
         try:

@@ -6,7 +6,7 @@
     RUN/checkpoints/best/                              the same two files of the round with the best accuracy so far
     RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
     RUN/pending/00003.safetensors                      client 3's update of the round that is under way
-    RUN/pending/journal.jsonl                          a line for each: its round, checksum, counters and metrics
+    RUN/pending/journal.jsonl                          a line for each: its round, checksums, counters and metrics
 
 A round is committed by one rename of its folder. Client files carry their round in their name, so a run that is killed
 in the middle of round 13 still finds what each client had when round 12 was committed. Weights are safetensors and the
@@ -16,61 +16,44 @@ rest is JSON: nothing here is ever unpickled.
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.files import UNFINISHED, checksum, size_of, sync_folder, tensor_bytes, write_atomically
+from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState, real, record_of, state_of, whole
+from fedx_pl.files import (
+    UNFINISHED,
+    checksum,
+    read_verified,
+    require_plain,
+    require_there,
+    round_folders,
+    sealed,
+    size_of,
+    sums_of,
+    sync_folder,
+    tensor_bytes,
+    unsealed,
+    write_atomically,
+)
 
-# What reading a file may raise that is damaged, or made by a stranger.
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
-
+# The folders of a run that this package writes to; a logger of the user's choice may have others beside them.
+FOLDERS = ("checkpoints", "clients", "pending", "evaluation", "tensorboard")
+FILES = ("global.safetensors", "state.json")  # of a round
+_LOOKS, _PAUSE = 20, 0.05  # at a folder whose rounds are replaced while it is read; seconds between them
 
 _STATE, _LOSSES = "state/", "losses"
 BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
 WORTH = 10.0  # An update is saved if training it took this many times as long as saving it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientRecord:
-    """The part of a client's memory that fits in JSON."""
-
-    last_round: int
-    steps: int
-    epochs: int
-    sha256: str  # of its file; empty if the client keeps nothing
-    images: int = 0  # that it owns
-    bytes: int = 0  # of its file
-
-
-@dataclass(kw_only=True)
-class RunState:
-    """Everything of a run but tensors, as of its last finished round."""
-
-    round: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics.csv
-    untrained: dict[str, float] = field(default_factory=dict)
-    clients: dict[int, ClientRecord] = field(default_factory=dict)
-    seconds: float = 0.0
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by key
-    config: str = ""  # hash of the run's configuration
-
-    @property
-    def best(self) -> int:
-        """The round with the best linear accuracy, or kNN if no other was measured; 0: none was."""
-        for key in ("linear_top1", "knn_top1"):
-            if measured := [row for row in self.rows if key in row]:
-                return int(max(measured, key=lambda row: row[key])["round"])
-        return 0
 
 
 class Checkpoints:
@@ -82,13 +65,19 @@ class Checkpoints:
         Args:
             folder: of the run.
             keep: how many of the newest rounds stay on disk, at least 1.
+
+        Raises:
+            UserError: there are links or devices in it.
         """
+        require_plain(folder, FOLDERS)
+        self._folder = folder
         self._rounds = folder / "checkpoints"
         self._clients = folder / "clients"
         self._keep = keep
 
     def save_client(self, update: Update) -> ClientRecord:
         """Keeps a client's private tensors; they count once the round is committed."""
+        require_there(self._folder)
         memory, content = update.memory, b""
         if tensors := memory.tensors():
             content = tensor_bytes(tensors)
@@ -108,28 +97,40 @@ class Checkpoints:
             return None
         tensors: dict[str, Tensor] = {}
         if record.sha256:
-            file = self._client_file(client, record.last_round)
-            content = file.read_bytes() if file.exists() else b""
-            if checksum(content) != record.sha256:
-                rounds = [folder for folder in self._committed() if int(folder.name[-5:]) >= record.last_round]
+            try:
+                tensors = load(self._client_bytes(client, record))
+            except DAMAGED as error:
+                require_there(self._folder)
+                file = self._client_file(client, record.last_round)
+                rounds = [folder for folder in self._committed() if _number(folder) >= record.last_round]
                 raise UserError(
                     f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
                     f"before it, remove {', '.join(map(str, rounds))} and type the same command"
-                )
-            tensors = load(content)
+                ) from error
         return ClientMemory.from_tensors(
             tensors, last_round=record.last_round, steps=record.steps, epochs=record.epochs
         )
 
+    def require_client(self, client: int, record: ClientRecord) -> None:
+        """Raises one of `DAMAGED` unless a client's memory is as it was saved."""
+        if record.sha256:
+            self._client_bytes(client, record)
+
+    def _client_bytes(self, client: int, record: ClientRecord) -> bytes:
+        content = self._client_file(client, record.last_round).read_bytes()
+        if checksum(content) != record.sha256:
+            raise ValueError("it does not match its checksum")
+        return content
+
     def commit(self, state: RunState, global_state: GlobalState) -> None:
         """Makes a round permanent, then clears what it replaces."""
+        require_there(self._folder)
         weights = tensor_bytes(global_state.tensors())
-        files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
-        sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
+        files = dict(zip(FILES, (weights, json.dumps(asdict(state), indent=1).encode()), strict=True))
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}{UNFINISHED}")
         shutil.rmtree(temporary, ignore_errors=True)
-        for name, content in (files | {"SHA256SUMS": sums.encode()}).items():
+        for name, content in (files | {"SHA256SUMS": sums_of(files)}).items():
             write_atomically(temporary / name, content)
         sync_folder(temporary)
         if self._clients.is_dir():
@@ -145,6 +146,7 @@ class Checkpoints:
 
         Not within a round.
         """
+        require_there(self._folder)
         for folder in self._committed()[: -self._keep]:
             shutil.rmtree(folder)
         needed = set()
@@ -164,39 +166,76 @@ class Checkpoints:
         Args:
             mend: put damaged ones aside; not in somebody else's run.
         """
-        damaged: list[tuple[Path, Exception]] = []
-        for folder in reversed(self._committed()):
+        before = None
+        for _ in range(_LOOKS):
+            folders = self._committed()
+            found, damaged = self._newest(folders, private=mend)
+            look = (folders[-1:], [*damaged])
+            # Another process may train there and replace rounds while they are read; damage stays as it is.
+            if mend or not damaged or look == before:
+                break
+            before = look
+            time.sleep(_PAUSE)
+        if found is None:
+            if damaged and mend:
+                bad, reason = next(iter(damaged.items()))
+                raise UserError(
+                    f"no checkpoint in {self._rounds} is whole ({bad.name}: {reason}); nothing was changed. Put the "
+                    f"missing files back, or start anew with run.dir=ANOTHER"
+                )
+            for bad, reason in damaged.items():
+                warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
+            return None
+        for bad, reason in damaged.items():
+            newer = bad.name != "best" and _number(bad) > found[0].round
+            outcome = f"going on from round {found[0].round}" if newer else f"round {found[0].round} is whole"
+            warnings.warn(f"{bad} is damaged ({reason}); {outcome}", stacklevel=2)
+            if mend:  # Out of the way, for people to look at: the round will be written again.
+                shutil.rmtree(aside := bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
+                bad.rename(aside)
+        if mend:
+            self._keep_best(found[0].best)
+        return found
+
+    def _newest(
+        self, folders: list[Path], *, private: bool
+    ) -> tuple[tuple[RunState, GlobalState] | None, dict[Path, Exception]]:
+        """The newest round that is whole, and all that are not, with the reasons.
+
+        Args:
+            folders: of the rounds, the oldest first.
+            private: whether the clients' private states must be there, too; for who only looks, the weights are enough.
+        """
+        found: tuple[RunState, GlobalState] | None = None
+        damaged: dict[Path, Exception] = {}
+        for folder in reversed(folders):
             try:
-                found = self._read(folder)
-                if mend:  # For somebody who only looks, the weights are enough.
-                    self._require_clients(found[0])
+                if found is not None:
+                    read_verified(folder, FILES)
+                    continue
+                state, weights = self._read(folder)
+                if private:
+                    self._require_clients(state)
+                found = state, weights
             except DAMAGED as error:
-                damaged.append((folder, error))
-                continue
-            for bad, reason in damaged:
-                warnings.warn(f"{bad} is damaged ({reason}); going on from round {found[0].round}", stacklevel=2)
-                if mend:  # Out of the way, for people to look at: the round will be written again.
-                    shutil.rmtree(aside := bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
-                    bad.rename(aside)
-            if mend:
-                self._keep_best(found[0].best)
-            return found
-        if damaged and mend:
-            raise UserError(
-                f"no checkpoint in {self._rounds} is whole ({damaged[0][0].name}: {damaged[0][1]}); nothing was "
-                f"changed. Put the missing files back, or start anew with run.dir=ANOTHER"
-            )
-        for bad, reason in damaged:
-            warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
-        return None
+                damaged[folder] = error
+        if (best := self._rounds / "best").is_dir():
+            try:
+                self._read(best)
+            except DAMAGED as error:
+                damaged[best] = error
+        return found, damaged
 
     def read(self, round_number: int) -> tuple[RunState, GlobalState]:
         """A committed round by its number, if it is among the newest or the best."""
         folder = self._rounds / f"round_{round_number:05d}"
         try:
-            if not folder.exists() and (found := self._read(self._rounds / "best"))[0].round == round_number:
-                return found
-            return self._read(folder)
+            try:
+                return self._read(folder)
+            except DAMAGED:  # Or removed while it was read.
+                if (found := self._read(self._rounds / "best"))[0].round == round_number:
+                    return found
+                raise
         except DAMAGED as error:
             kept = ", ".join(map(str, self.rounds()))
             raise UserError(
@@ -206,28 +245,17 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """The numbers that `read` knows, the best's among them."""
-        found = {int(folder.name.removeprefix("round_")) for folder in self._committed()}
+        found = set(map(_number, self._committed()))
         with suppress(*DAMAGED):  # None was measured yet, or it cannot be read.
             found.add(int(json.loads((self._rounds / "best" / "state.json").read_bytes())["round"]))
         return sorted(found)
 
     def _read(self, folder: Path) -> tuple[RunState, GlobalState]:
-        files = {name: (folder / name).read_bytes() for name in ("global.safetensors", "state.json")}
-        sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
-        if sums.encode() != (folder / "SHA256SUMS").read_bytes():
-            raise ValueError("its files do not match SHA256SUMS")
-        manifest = json.loads(files["state.json"])
-        clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
-        state = RunState(
-            round=manifest["round"],
-            rows=manifest["rows"],
-            untrained=manifest["untrained"],
-            clients=clients,
-            seconds=manifest["seconds"],
-            callbacks=manifest["callbacks"] if "callbacks" in manifest else _former_callbacks(manifest),
-            config=manifest.get("config", ""),
-        )
-        return state, GlobalState.from_tensors(load(files["global.safetensors"]))
+        weights, manifest = read_verified(folder, FILES).values()
+        state = state_of(json.loads(manifest))
+        if folder.name != "best" and state.round != _number(folder):
+            raise ValueError(f"it says that it is round {state.round}")
+        return state, GlobalState.from_tensors(load(weights))
 
     def _require_clients(self, state: RunState) -> None:
         """Private states are there and as long as they were; their checksums are looked at when they are read."""
@@ -259,7 +287,7 @@ class Checkpoints:
         os.replace(temporary, best)
 
     def _committed(self) -> list[Path]:
-        return sorted(self._rounds.glob("round_*")) if self._rounds.is_dir() else []
+        return round_folders(self._rounds)
 
     def _kept(self) -> list[Path]:
         best = self._rounds / "best"
@@ -269,20 +297,15 @@ class Checkpoints:
         return self._clients / f"{client:05d}_round_{round_number:05d}.safetensors"
 
 
-def _former_callbacks(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The callbacks' states in a checkpoint of version 0.1, which had no callbacks."""
-    return {
-        "Quarantine": {"strikes": manifest.get("strikes", {})},
-        "Dashboard": {"files": manifest.get("events")},
-        "Health": {"alarms": manifest.get("alarms", [])},
-    }
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("round_"))
 
 
 class UnfinishedRound:
     """Saves and finds the updates of the round that is under way.
 
     Its files are not synced to the disk one by one. They outlive the process, whatever ends it; after a power loss one
-    may be torn, which its checksum shows, and that client trains again.
+    may be torn, which its checksum shows, and that client trains again. Each line of the journal has a checksum, too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -291,6 +314,7 @@ class UnfinishedRound:
         Args:
             folder: of the run.
         """
+        self._run = folder
         self._folder = folder / "pending"
         self._journal = self._folder / "journal.jsonl"
 
@@ -304,6 +328,7 @@ class UnfinishedRound:
         """
         if update.seconds < WORTH * size_of(update.state.tensors()) / BYTES_PER_SECOND:
             return
+        require_there(self._run)
         tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {_LOSSES: update.losses}
         content = tensor_bytes(tensors)
         write_atomically(self._file(update.client), content, sync=False)
@@ -323,16 +348,19 @@ class UnfinishedRound:
             "told": told,
         }
         with open(self._journal, "a") as journal:
-            journal.write(json.dumps(line) + "\n")
+            journal.write(json.dumps(sealed(line)) + "\n")
 
     def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:
         """The updates of a round that are whole, in the order they were saved, each client's once."""
         lines = {line.get("client"): line for line in self._lines() if line.get("round") == round_number}
+        checkpoints = Checkpoints(self._run)
         for line in lines.values():
             try:
-                yield self._read(line)
+                update, record = self._read(line)
+                checkpoints.require_client(update.client, record)
             except DAMAGED:
                 continue  # Torn by a power loss: this client trains again.
+            yield update, record
 
     def clear(self) -> None:
         """Forgets everything: the round is committed."""
@@ -342,20 +370,24 @@ class UnfinishedRound:
         content = self._file(line["client"]).read_bytes()
         if checksum(content) != line["sha256"]:
             raise ValueError("torn")
-        tensors, record, told = load(content), ClientRecord(**line["record"]), line["told"]
-        losses = tensors.pop(_LOSSES)
+        tensors, record, told = load(content), record_of(line["record"]), line["told"]
+        losses, names, metrics = tensors.pop(_LOSSES), tuple(told["loss_names"]), dict(told["metrics"])
+        if not losses.is_floating_point() or losses.shape[1:] != (len(names),) or "total" not in names:
+            raise ValueError("its losses have no names")
+        if record.last_round != line["round"]:
+            raise ValueError("its memory is of another round")
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items()}
         update = Update(
             client=line["client"],
-            num_images=told["num_images"],
+            num_images=whole(told["num_images"]),
             state=GlobalState.from_tensors(state),
             memory=ClientMemory(last_round=record.last_round, steps=record.steps, epochs=record.epochs),
             losses=losses,
-            loss_names=tuple(told["loss_names"]),
-            images_seen=told["images_seen"],
-            metrics=told["metrics"],
-            seconds=told.get("seconds", 0.0),
-            data_seconds=told.get("data_seconds", 0.0),
+            loss_names=names,
+            images_seen=whole(told["images_seen"]),
+            metrics={name: real(value) for name, value in metrics.items()},
+            seconds=real(told["seconds"]),
+            data_seconds=real(told["data_seconds"]),
         )
         return update, record
 
@@ -366,11 +398,11 @@ class UnfinishedRound:
             return
         for line in text.splitlines():
             try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict) and isinstance(found.get("client"), int):
-                yield found
+                found = unsealed(json.loads(line))
+                whole(found["client"])
+            except DAMAGED:
+                continue  # Torn or damaged: this client trains again.
+            yield found
 
     def _file(self, client: int) -> Path:
         return self._folder / f"{client:05d}.safetensors"

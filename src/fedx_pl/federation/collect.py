@@ -30,9 +30,17 @@ def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) ->
     saved: dict[int, ClientRecord] = {}
     record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
     for update, where in trainer.unfinished.load(record.number):
-        record.resumed.append(update.client)
+        if trainer.datamodule.clients and update.client not in record.clients:
+            continue  # Of nobody here. Which real sites there are, only the engine knows.
         update = replace(update, state=update.state.to(trainer.device))
-        _aggregate(record, rule, update)
+        came = record.bytes_up
+        try:
+            _aggregate(record, rule, update)
+        except BadUpdate as reason:  # It was good when it was saved.
+            record.bytes_up = came
+            trainer.note(f"client {update.client} trains again: what an earlier process had saved is bad ({reason})")
+            continue
+        record.resumed.append(update.client)
         _keep(trainer, record, update)
         saved[update.client] = where
     waiting = [client for client in record.clients if client not in record.resumed]

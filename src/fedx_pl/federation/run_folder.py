@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import load_file
+import yaml
+from safetensors.torch import load
 
 from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, RunState, UnfinishedRound
-from fedx_pl.federation.identity import code_record
+from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, RunState, UnfinishedRound
+from fedx_pl.federation.identity import code_record, decisive, flat
 from fedx_pl.federation.round import GlobalState
-from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -71,10 +72,13 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         if found is None and (foreign_code.read_record(folder) or Record()) != code:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
         _describe(trainer, code)
+        trainer.described = describe(folder)
         if found is None and (trainer.fork or not told.typed):
             # The other run may move on before this one has a checkpoint of its own, and weights that were made in
             # Python are others in the next process.
-            write_atomically(folder / FORK, tensor_bytes(started[1].tensors()))
+            content = tensor_bytes(started[1].tensors())
+            write_atomically(folder / f"{FORK}.sha256", checksum(content).encode())
+            write_atomically(folder / FORK, content)
     except BaseException:
         held.close()
         raise
@@ -93,6 +97,79 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
             stacklevel=4,
         )
     return held, started
+
+
+def read_run(folder: Path, round_number: int | None = None) -> tuple[RunState, GlobalState]:
+    """The state of a run that is only read; what `open_run` would refuse is refused.
+
+    Args:
+        folder: of the run; another process may train there.
+        round_number: whose checkpoint was kept; the newest one's if not given.
+
+    Raises:
+        UserError: there is no such round, or the files beside it are not those that it was trained with.
+    """
+    checkpoints = Checkpoints(folder)
+    found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
+    if found is None:
+        kept = "none of its rounds is whole" if checkpoints.rounds() else "it has no finished round"
+        raise UserError(f"{folder}: {kept}; type fedx-pl train run.dir={folder} and the run's own keys")
+    if (before := found[0].described) is not None:
+        _require_described(folder, found[0].round, before)
+    return found
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What the files beside the checkpoints say, for each checkpoint to keep; nothing is imported."""
+    return {
+        "config.yaml": _settings(folder / "config.yaml"),
+        "split.json": _sum_of(folder / "split.json", "fingerprint", "clients"),
+        VALUE_RANGE_FILE: _sum_of(folder / VALUE_RANGE_FILE),
+        foreign_code.FILE: _sum_of(folder / foreign_code.FILE),
+    }
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """What decides the result, by key; of the rest, such as where the images are, another start may say other words."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(flat(decisive(yaml.safe_load(file.read_text())))))
+        return found
+    except (*DAMAGED, yaml.YAMLError) as error:
+        raise UserError(f"{file} is not a readable run configuration ({error})") from error
+
+
+def _sum_of(file: Path, *keys: str) -> str:
+    """The checksum of what a JSON file says, or of some keys of it; empty if there is no such file."""
+    if not file.exists():
+        return ""
+    try:
+        content = json.loads(file.read_bytes())
+        content = {key: content[key] for key in keys} if keys else content
+    except DAMAGED as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); put the old one back") from error
+    return checksum(json.dumps(content, sort_keys=True).encode())
+
+
+def _require_described(folder: Path, round_number: int, before: dict[str, Any]) -> None:
+    now = describe(folder)
+    then, settings = before.get("config.yaml"), now.pop("config.yaml")
+    then = then if isinstance(then, dict) else {}
+    elsewhere = ("fedca.base", "fork")  # other runs, which may have been moved
+    differing = [key for key in then | settings if key not in elsewhere and then.get(key) != settings.get(key)]
+    # Without a record of its code a run is read all the same, with a note where that matters.
+    changed = [name for name, sums in now.items() if sums != before.get(name) and (sums or name != foreign_code.FILE)]
+    if differing:
+        values = ", ".join(f"{key}: {then.get(key)} -> {settings.get(key)}" for key in differing[:5])
+        changed.insert(0, f"config.yaml ({values})")
+    if changed:
+        raise UserError(
+            f"{folder}: {', '.join(changed)} changed since round {round_number} was trained, or is damaged; put the "
+            f"old one back"
+        )
+
+
+def _shapes(state: GlobalState) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.tensors().items()}
 
 
 def _began_otherwise(trainer: FederatedTrainer) -> bool:
@@ -133,7 +210,7 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     """Freshly made weights, or those of the run that this one forks."""
     first, fork, folder = trainer.first_state(), str(trainer.fork), trainer.folder
     if (folder / FORK).exists() and (fork or not trainer.description.typed):
-        state = GlobalState.from_tensors(load_file(folder / FORK))
+        state = _read_first(folder / FORK)
         _require_fitting(trainer, state, str(folder), instead=f"type {trainer.description.another()}")
         return state
     if not fork:
@@ -148,14 +225,25 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
 
 def _require_fitting(trainer: FederatedTrainer, state: GlobalState, where: str, instead: str) -> None:
     """Raises a `UserError` if a state is not one of this model."""
-    shapes, own = (
-        {name: (tensor.shape, tensor.dtype) for name, tensor in one.tensors().items()}
-        for one in (state, trainer.first_state())
-    )
+    shapes, own = _shapes(state), _shapes(trainer.first_state())
     if differing := [name for name in own | shapes if shapes.get(name) != own.get(name)]:
         raise UserError(
             f"{where} has another network or method: its weights do not fit, e.g. {differing[0]}; {instead}"
         )
+
+
+def _read_first(file: Path) -> GlobalState:
+    """The weights that a run began with and that no checkpoint has yet; earlier versions wrote no checksum."""
+    try:
+        content, sums = file.read_bytes(), file.with_name(f"{file.name}.sha256")
+        if sums.exists() and sums.read_text() != checksum(content):
+            raise ValueError("it does not match its checksum")
+        return GlobalState.from_tensors(load(content))
+    except DAMAGED as error:
+        raise UserError(
+            f"{file}, the weights that this run began with, is damaged ({error}); delete {file.parent}, which has no "
+            f"finished round, to start anew"
+        ) from error
 
 
 def _require_space(trainer: FederatedTrainer) -> None:
@@ -165,7 +253,8 @@ def _require_space(trainer: FederatedTrainer) -> None:
     # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
     rounds = trainer.keep + 2 + (trainer.num_sampled if clients else trainer.datamodule.num_clients)
     needed = weights * rounds + 3 * private * len(clients) + 50e6
-    needed -= sum(file.stat().st_size for file in folder.rglob("*.safetensors"))  # Some of it is there already.
+    there = (file for file in folder.rglob("*.safetensors") if file.is_file())
+    needed -= sum(file.stat().st_size for file in there)  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
             f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "

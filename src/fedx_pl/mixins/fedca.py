@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
 from fedx_pl.errors import UserError, options_of, require
+from fedx_pl.files import read_verified, round_folders
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -74,12 +75,12 @@ def _base_state(base: str) -> State:
             "fedca.base= is empty: FedCA aligns to an encoder trained on public images; train one, e.g. "
             "fedx-pl train federation.clients=1 seed=1000 data.limit=2000, and type fedca.base=ITS_RUN_FOLDER"
         )
-    files = sorted(Path(base).glob("checkpoints/round_*/global.safetensors"))
     try:
         if not (Path(base) / "encoder.safetensors").exists():
             raise FileNotFoundError("encoder.safetensors")
-        return load_file(files[-1])
-    except (IndexError, OSError, SafetensorError) as error:
+        newest = round_folders(Path(base) / "checkpoints")[-1]
+        return load(read_verified(newest, ("global.safetensors", "state.json"))["global.safetensors"])
+    except (IndexError, OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"fedca.base={base} is not the folder of a finished run; type fedca.base=FOLDER, where it is"
         ) from error

@@ -1,0 +1,667 @@
+"""Run folders that are damaged, forged, full of links, or on a full disk: they never lie, and nothing outside changes.
+
+FEDX_FLIPS=2000 pytest -m slow tests/test_folders.py      # more than CI has time for
+"""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Watching, fitted, silent, tiny_federation
+from PIL import Image
+from safetensors.torch import load_file, save
+
+from fedx_pl import FederatedDataModule, FederatedTrainer
+from fedx_pl.backbones import BackboneOptions, build
+from fedx_pl.cli import main as cli
+from fedx_pl.cli.evaluate import evaluate_run
+from fedx_pl.config.compose import compose
+from fedx_pl.data.images import ImageData
+from fedx_pl.data.partition import IID
+from fedx_pl.data.sources import of_arrays
+from fedx_pl.encoder.embed import write_table
+from fedx_pl.encoder.load import Encoder
+from fedx_pl.errors import UserError
+from fedx_pl.federation.checkpoint import Checkpoints, UnfinishedRound
+from fedx_pl.federation.round import RoundRecord, Update
+from fedx_pl.files import SEAL, checksum, lock, sealed, sums_of, tensor_bytes
+from fedx_pl.methods.simclr import SimCLR
+
+FLIPS = int(os.environ.get("FEDX_FLIPS", "100"))
+BYOL = ("method=byol", "data.limit=90")  # has private states
+
+
+@pytest.fixture(scope="module")
+def words(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")), *BYOL]
+
+
+@pytest.fixture(scope="module")
+def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fitted(compose([*words, f"run.dir={tmp_path_factory.mktemp('finished') / 'run'}"])).folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for i in range(2):
+        Image.fromarray(np.full((32, 32, 3), 90 * i, np.uint8)).save(folder / f"{i}.png")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def forge(run: Path, change: Callable[[Any], Any], weights: Callable[[Any], Any] = lambda state: state) -> None:
+    """Changes the newest round as a stranger would: with checksums that fit."""
+    folder = run / "checkpoints" / "round_00002"
+    shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
+    shutil.rmtree(run / "checkpoints" / "round_00001")
+    manifest = json.loads((folder / "state.json").read_text())
+    changed = change(manifest)
+    text = changed if isinstance(changed, str) else json.dumps(changed)
+    tensors = weights(load_file(folder / "global.safetensors"))
+    files = {"global.safetensors": save(tensors), "state.json": text.encode()}
+    for name, content in (files | {"SHA256SUMS": sums_of(files)}).items():
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+
+
+# --- links and devices ------------------------------------------------------------------------------------------------
+
+LINKS = (
+    "evaluation/geometry.png", "encoder-torch.pt2", "evaluation", ".lock", "accuracy.png", "tensorboard", "clients",
+    "checkpoints", "pending", "config.yaml", "split.json", "metrics.csv", "checkpoints/best",
+    "checkpoints/round_00002/state.json", "anything",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(
+    run: Path, words: list[str], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for file in ("events.out", "a.safetensors", "file", ".b.tmp"):
+        (outside / file).write_text("somebody's")
+    before, link = contents(outside), run / name
+    directory = link.is_dir() or name == "pending"
+    if link.exists():
+        shutil.rmtree(link) if link.is_dir() else link.unlink()
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(outside if directory else outside / "file")
+    shutil.copy(run.parent / "run" / "config.yaml", tmp_path / "config.yaml") if name != "config.yaml" else None
+    for command in (["evaluate", str(run), "knn"], ["export", str(run)], ["train", *words, f"run.dir={run}"]):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert str(link) in error, (command, error)
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("name", [".lock", "evaluation/knn.json", "pending/journal.jsonl", "pipe"])
+def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(
+    run: Path, words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for command in (["evaluate", str(run), "knn"], ["export", str(run)], ["train", *words, f"run.dir={run}"]):
+        assert cli.main(command) == 2
+        assert f"{run / name} is neither a file nor a folder" in capsys.readouterr().err
+
+
+def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(run: Path, words: list[str], tmp_path: Path) -> None:
+    """Weights & Biases keeps links in a folder of its own, which this package does not write to."""
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to("nowhere")
+    (tmp_path / "link").symlink_to(run)
+    assert cli.main(["export", str(tmp_path / "link"), "--to", "safetensors"]) == 0
+    assert cli.main(["train", *words, f"run.dir={tmp_path / 'link'}"]) == 0
+
+
+# --- the journal of an unfinished round -------------------------------------------------------------------------------
+
+
+class Interrupted(Watching):
+    """Somebody presses Ctrl-C when the second client of a round is done."""
+
+    def __init__(self, round_number: int) -> None:
+        super().__init__()
+        self.round_number = round_number
+
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+        if record.number == self.round_number and update.client == 1:
+            raise KeyboardInterrupt
+
+
+def journal(run: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) -> None:
+    """Changes the first line of a journal."""
+    file = run / "pending" / "journal.jsonl"
+    first, *others = file.read_text().splitlines()
+    line = json.loads(first)
+    kept = line.pop(SEAL)
+    change(line)
+    line = sealed(line) if seal else {**line, SEAL: kept}
+    file.write_text("\n".join([json.dumps(line), *others, ""]))
+
+
+def one_image_less(run: Path) -> None:
+    journal(run, lambda line: line["told"].update(num_images=line["told"]["num_images"] - 1), seal=False)
+
+
+def another_shape(run: Path) -> None:
+    """A record that is well-formed, of an update that is not."""
+    file = run / "pending" / "00000.safetensors"
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if name.startswith("state/") and tensor.ndim == 4)
+    file.write_bytes(content := save(tensors | {name: torch.zeros(3)}))
+    journal(run, lambda line: line.update(sha256=checksum(content)), seal=True)
+
+
+def nobody_s(run: Path) -> None:
+    shutil.copy(run / "pending" / "00000.safetensors", run / "pending" / "00077.safetensors")
+    journal(run, lambda line: line.update(client=77), seal=True)
+
+
+def wrong_types(run: Path) -> None:
+    journal(run, lambda line: line["told"].update(metrics=[7], loss_names=3, num_images="5"), seal=True)
+
+
+def private_state(run: Path) -> None:
+    """Noticed now, and not when the client trains in the next round."""
+    file = run / "clients" / "00000_round_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def without_checksums(run: Path) -> None:
+    """As an earlier version wrote it."""
+    journal(run, lambda line: None, seal=True)
+    file = run / "pending" / "journal.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({k: v for k, v in line.items() if k != SEAL}) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "damage", [one_image_less, another_shape, nobody_s, wrong_types, private_state, without_checksums]
+)
+def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_again(
+    words: list[str], finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """The run ends as one that was left in peace, to the bit."""
+    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(KeyboardInterrupt):
+        fitted(config, Interrupted(1))
+    assert len((tmp_path / "run" / "pending" / "journal.jsonl").read_text().splitlines()) == 2
+    damage(tmp_path / "run")
+    fitted(config)
+    for number in (1, 2):
+        name = Path("checkpoints") / f"round_{number:05d}" / "global.safetensors"
+        assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
+    assert contents(tmp_path / "run" / "clients") == contents(finished / "clients")
+
+
+def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(words: list[str], tmp_path: Path) -> None:
+    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(KeyboardInterrupt):
+        fitted(config, Interrupted(1))
+    file = tmp_path / "run" / "pending" / "journal.jsonl"
+    content, draw = file.read_bytes(), random.Random(0)
+
+    def loaded() -> dict[int, tuple[Any, ...]]:
+        found = UnfinishedRound(tmp_path / "run").load(1)
+        return {u.client: (u.num_images, u.images_seen, u.metrics, u.loss_names, record) for u, record in found}
+
+    whole = loaded()
+    assert len(whole) == 2
+    for _ in range(300):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        assert all(whole[client] == told for client, told in loaded().items())
+
+
+# --- what the files beside the checkpoints say ------------------------------------------------------------------------
+
+
+def other_mean(run: Path) -> str:
+    file = run / "config.yaml"
+    text = file.read_text()
+    number = re.search(r"mean:\n  - (0\.\d+)", text)
+    assert number
+    file.write_text(text.replace(number[1], number[1].replace("0.4", "0.5")))
+    return "config.yaml (data.mean: "
+
+
+def other_clients(run: Path) -> str:
+    file = run / "split.json"
+    split = json.loads(file.read_text())
+    file.write_text(json.dumps(split | {"clients": split["clients"][::-1]}))
+    return "split.json changed since round 2"
+
+
+def no_split(run: Path) -> str:
+    (run / "split.json").write_text("{")
+    return "split.json is damaged"
+
+
+@pytest.mark.parametrize("damage", [other_mean, other_clients, no_split])
+def test_what_train_refuses_the_other_commands_refuse(
+    run: Path, words: list[str], pictures: Path, tmp_path: Path, damage: Callable[[Path], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    message = damage(run)
+    for command in (
+        ["evaluate", str(run), "knn"],
+        ["export", str(run)],
+        ["embed", str(run), str(pictures), "-o", str(tmp_path / "a.npz")],
+        ["neighbours", str(run), str(pictures / "0.png"), str(pictures), "-o", str(tmp_path / "a.html")],
+    ):
+        assert cli.main(command) == 2, command
+        assert message in capsys.readouterr().err
+    assert cli.main(["train", *words, f"run.dir={run}"]) == 2
+
+
+def test_a_run_of_an_earlier_version_is_read_as_before(run: Path) -> None:
+    """It has no record of what its files said."""
+    other_mean(run)
+    forge(run, lambda manifest: {key: value for key, value in manifest.items() if key != "described"})
+    assert cli.main(["export", str(run), "--to", "safetensors"]) == 0
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageData:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
+    return of_arrays((pixels, np.arange(40) % 2))
+
+
+@pytest.fixture(scope="module")
+def made_in_python(images: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
+    model = SimCLR(build(BackboneOptions("resnet10", width=4), channels=3, image_size=16), hidden_dim=8, embed_dim=4)
+    folder = tmp_path_factory.mktemp("python") / "run"
+    trainer = FederatedTrainer(
+        max_rounds=2, local_epochs=1, evaluation=None, default_root_dir=folder, logger=False, enable_progress_bar=False
+    )
+    trainer.fit(model, data)
+    return folder
+
+
+@pytest.mark.parametrize("damage", [other_mean, other_clients, no_split, None])
+def test_it_is_the_same_for_a_run_made_from_objects(
+    made_in_python: Path, images: ImageData, tmp_path: Path, damage: Callable[[Path], str] | None
+) -> None:
+    run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
+    if damage is None:
+        assert Encoder.of(run).channels == 3
+        assert evaluate_run(run, ["geometry"], report=silent, data=images)["geometry"]["clients"] == 2
+        return
+    if damage is other_mean:
+        (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("- 0.5\n", "- 0.4\n"))
+    message = "config.yaml (data.mean: " if damage is other_mean else damage(run)
+    with pytest.raises(UserError, match=re.escape(message)):
+        Encoder.of(run)
+    with pytest.raises(UserError, match=re.escape(message)):
+        evaluate_run(run, ["geometry"], report=silent, data=images)
+
+
+def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
+    made_in_python: Path, images: ImageData, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")  # It was interrupted in its first round.
+    content = bytearray((run / "fork.safetensors").read_bytes())
+    content[-1] ^= 1
+    (run / "fork.safetensors").write_bytes(content)
+    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
+    torch.manual_seed(0)
+    model = SimCLR(build(BackboneOptions("resnet10", width=4), channels=3, image_size=16), hidden_dim=8, embed_dim=4)
+    trainer = FederatedTrainer(
+        max_rounds=2, local_epochs=1, evaluation=None, default_root_dir=run, logger=False, enable_progress_bar=False
+    )
+    with pytest.raises(UserError, match=r"fork\.safetensors, the weights that this run began with, is damaged"):
+        trainer.fit(model, data)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", ["round_backup_of_4", "round_00001_my_backup", "round_9", "round_000099"])
+def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(run: Path, words: list[str], copy: str) -> None:
+    """Only ``round_`` and five digits are ours."""
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "round_00001", checkpoints / copy)
+    assert Checkpoints(run).rounds() == [1, 2]
+    assert Checkpoints(run).latest(mend=False)[0].round == 2
+    assert cli.main(["export", str(run), "--to", "safetensors"]) == 0
+    exported, newest = load_file(run / "encoder-safetensors.safetensors"), load_file(run / "encoder.safetensors")
+    assert all(torch.equal(exported[name], newest[name]) for name in newest)
+    Checkpoints(run, keep=1).clear()
+    assert (checkpoints / copy / "state.json").exists()
+    assert cli.main(["train", *words, f"run.dir={run}"]) == 0
+    assert (checkpoints / copy / "state.json").exists()
+
+
+def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reading = Path.read_bytes, []
+
+    def read(path: Path) -> bytes:
+        if path.name == "state.json" and not reading:
+            reading.append(path)
+            state, weights = Checkpoints(run).read(1)
+            state.round = 3
+            state.rows[-1]["round"] = 3
+            Checkpoints(run, keep=1).commit(state, weights)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Checkpoints(run).latest(mend=False)
+    assert reading[0].parent.name == "round_00002"
+    assert found[0].round == 3
+
+
+@pytest.mark.parametrize("name", ["best", "round_00001"])
+def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(run: Path, words: list[str], name: str) -> None:
+    folder = run / "checkpoints" / name
+    content = bytearray((folder / "global.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "global.safetensors").unlink()  # The round and the best share it.
+    (folder / "global.safetensors").write_bytes(content)
+    with pytest.warns(UserWarning, match=rf"{name} is damaged \(its files do not match"):
+        assert Encoder.of(run)
+    with pytest.warns(UserWarning, match=rf"{name} is damaged"):
+        fitted(compose([*words, f"run.dir={run}"]))
+    assert (run / "checkpoints" / f"damaged_{name}").is_dir()
+    assert folder.is_dir() == (name == "best")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Encoder.of(run)
+
+
+# --- forged states ----------------------------------------------------------------------------------------------------
+
+
+def changed(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda manifest: manifest | values
+
+
+def in_rows(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda manifest: manifest | {"rows": [row | values for row in manifest["rows"]]}
+
+
+def of_client(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda manifest: (
+        manifest | {"clients": {client: record | values for client, record in manifest["clients"].items()}}
+    )
+
+
+def of_callback(key: str, **values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda manifest: manifest | {"callbacks": manifest["callbacks"] | {key: values}}
+
+
+FORGED: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda manifest: [manifest],
+    "nothing": lambda manifest: {},
+    "deep": lambda manifest: "[" * 50_000,
+    "a huge number": lambda manifest: '{"round": ' + "9" * 5000 + "}",
+    "deep rows": lambda manifest: json.dumps(manifest).replace('"rows": [', '"rows": [' + "[" * 40_000, 1),
+    "text round": changed(round="2"),
+    "another round": changed(round=7),
+    "negative round": changed(round=-1),
+    "large round": changed(round=10**30),
+    "rows of text": changed(rows=["a"]),
+    "rows missing": lambda manifest: {key: value for key, value in manifest.items() if key != "rows"},
+    "rows without round": changed(rows=[{"loss": 1.0}]),
+    "text loss": in_rows(loss="x", round_seconds="x"),
+    "text accuracy": in_rows(knn_top1="x", linear_top1=[]),
+    "large accuracy": in_rows(linear_top1=10**400),
+    "untrained text": changed(untrained="x"),
+    "untrained of text": changed(untrained={"knn_top1": "x"}),
+    "seconds": changed(seconds="x"),
+    "infinite seconds": changed(seconds=float("inf")),
+    "clients": changed(clients=[1]),
+    "client names": changed(clients={"x": {}}),
+    "client record": of_client(more=1),
+    "client types": of_client(last_round="1", bytes=None),
+    "large client": of_client(last_round=10**300),
+    "another file": of_client(sha256="../../x", bytes=0),
+    "callbacks": changed(callbacks=[]),
+    "callback state": changed(callbacks={"Dashboard": 7, "Health": [1]}),
+    "quarantine": of_callback("Quarantine", strikes={"x": "y"}),
+    "strikes": of_callback("Quarantine", strikes={"0": "y"}),
+    "event files": of_callback("Dashboard", files={"events.out": "x"}, custom=[[1]]),
+    "event lengths": of_callback("Dashboard", files={"../config.yaml": -5}, custom=7),
+    "alarms": of_callback("Health", alarms=7),
+    "config": changed(config=7),
+    "described": changed(described=7),
+    "description": changed(described={"config.yaml": 7}),
+    "descriptions": changed(described={"config.yaml": {}, "split.json": [[[]]]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_state_ends_in_a_clean_error(
+    run: Path, words: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With checksums that fit; what a command does not need it may take."""
+    forge(run, FORGED[kind])
+    for command in (["export", str(run), "--to", "safetensors"], ["train", *words, f"run.dir={run}"]):
+        assert cli.main(command) in (0, 2)
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_weights_of_another_network_end_in_a_clean_error(run: Path, words: list[str], command: str) -> None:
+    forge(run, lambda manifest: manifest, lambda weights: {"w": torch.zeros(3)})
+    arguments = ["train", *words, f"run.dir={run}"] if command == "train" else ["evaluate", str(run), "knn"]
+    assert cli.main(arguments) == 2
+
+
+def test_weights_that_are_not_finite_are_not_exported(
+    run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "backbone.conv1.weight"
+    forge(run, lambda manifest: manifest, lambda weights: weights | {name: torch.full_like(weights[name], np.nan)})
+    for command in (["export", str(run)], ["embed", str(run), str(pictures), "-o", "a.npz"]):
+        assert cli.main(command) == 2
+        assert f"{name} of round 2 has values that are not finite" in capsys.readouterr().err
+    assert not list(run.glob("encoder-*"))
+
+
+# --- flips of every file ----------------------------------------------------------------------------------------------
+
+
+def results(run: Path) -> list[Any]:
+    """Encoder, accuracy and geometry; None for what is refused, or told to be of another round by a warning."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found: list[Any] = []
+        for measure in (
+            lambda: tensor_bytes(Encoder.of(run).state_dict()),
+            lambda: evaluate_run(run, ["knn"], report=silent),
+            lambda: evaluate_run(run, ["geometry"], report=silent),
+        ):
+            try:
+                found.append(measure())
+            except UserError:
+                found.append(None)
+    shutil.rmtree(run / "evaluation", ignore_errors=True)
+    return [None] * len(found) if any("is damaged" in str(one.message) for one in told) else found
+
+
+def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
+    """Of the files that export reads, without the images."""
+    draw = random.Random(1)
+    expected = Encoder.of(run)
+    names = ["config.yaml", "split.json"]
+    names += [str(file.relative_to(run)) for file in sorted((run / "checkpoints").rglob("*")) if file.is_file()]
+    for name in names * 2:
+        file = run / name
+        whole, content = file.read_bytes(), bytearray(file.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.unlink()
+        file.write_bytes(content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = Encoder.of(run, 2)
+            except UserError:
+                continue
+            finally:
+                file.write_bytes(whole)
+        assert all(map(torch.equal, found.state_dict().values(), expected.state_dict().values())), name
+
+
+@pytest.mark.slow
+def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
+    """It is refused, told, or changes nothing."""
+    draw, usual = random.Random(0), results(run)
+    assert None not in usual
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
+    whole = {path: path.read_bytes() for path in files}
+    for number in range(FLIPS):
+        path = files[number % len(files)]
+        content = bytearray(whole[path])
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.unlink()
+        path.write_bytes(content)
+        for found, expected in zip(results(run), usual, strict=True):
+            assert found is None or found == expected, path
+        path.write_bytes(whole[path])
+
+
+# --- disks, locks and folders that go away ----------------------------------------------------------------------------
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "onnx"])
+def test_a_full_disk_leaves_the_encoder_that_was_exported_before(
+    run: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
+    file = tmp_path / "out" / f"a.{to}"
+    file.parent.mkdir()
+    file.write_text("earlier")
+    monkeypatch.setattr("os.fsync", full)
+    assert cli.main(["export", str(run), "--to", to, "-o", str(file)]) == 2
+    assert "No space left on device; free some space" in capsys.readouterr().err
+    assert contents(file.parent) == {file.name: b"earlier"}
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet"])
+def test_a_full_disk_leaves_the_table_that_was_embedded_before(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[tables]'")
+    file = tmp_path / f"a.{suffix}"
+    file.write_text("earlier")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_table(file, ["a", "b"], torch.zeros(2, 3))
+    assert contents(tmp_path) == {file.name: b"earlier"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["torch", "onnx"])
+def test_a_file_that_may_not_grow_leaves_the_earlier_one(run: Path, tmp_path: Path, to: str) -> None:
+    """As on a full disk, in a process of its own, which torch's own writers would abort."""
+    if to == "onnx":
+        pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
+    (tmp_path / "a").write_text("earlier")
+    code = (
+        "import resource, sys; from fedx_pl.cli.main import main; import torch.export\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main())"
+    )
+    words = ["export", str(run), "--to", to, "-o", str(tmp_path / "a")]
+    found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "free some space" in found.stderr
+    assert (tmp_path / "a").read_text() == "earlier"
+
+
+def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe.npz")
+    for command in (["export", str(run), "-o"], ["embed", str(run), str(pictures), "-o"]):
+        assert cli.main([*command, str(tmp_path / "pipe.npz")]) == 2
+        assert "pipe.npz is no file and is not replaced" in capsys.readouterr().err
+        assert cli.main([*command, str(tmp_path / "nowhere" / "a.npz")]) == 2
+        assert f"there is no folder {tmp_path / 'nowhere'}; make it first" in capsys.readouterr().err
+    assert (tmp_path / "pipe.npz").is_fifo()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_that_cannot_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def cannot(*_: object) -> None:
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", cannot)
+    with pytest.warns(UserWarning, match=r"cannot lock files \(No locks available\): a second process that trains"):
+        lock(tmp_path).close()
+
+
+def test_a_lock_does_not_cut_off_a_file(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("mine")
+    lock(tmp_path).close()
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
+class Deleted(Watching):
+    """Somebody deletes the run folder when a client is done, or when the round is."""
+
+    def __init__(self, client: int | None) -> None:
+        super().__init__()
+        self.client = client
+
+    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+        if update.client == self.client:
+            shutil.rmtree(trainer.folder)
+
+    def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
+        if self.client is None:
+            shutil.rmtree(trainer.folder)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard
+@pytest.mark.parametrize("client", [1, 2, None])
+@pytest.mark.parametrize("logger", ["[]", "[tensorboard]"])
+def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again(
+    words: list[str], tmp_path: Path, client: int | None, logger: str
+) -> None:
+    config = compose([*words, f"run.dir={tmp_path / 'run'}", f"logger={logger}"])
+    with pytest.raises(UserError, match=r"run was deleted or moved while it was trained in.*start again"):
+        fitted(config, Deleted(client))
+    assert not (tmp_path / "run").exists()
