@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,6 +32,7 @@ from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
 from fedx_pl.evaluation.linear import PRESETS
 from fedx_pl.mixins import MIXINS
+from fedx_pl.reading import parse_yaml, read_yaml
 
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
 
@@ -157,8 +157,8 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
             importing a module runs it.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
     if isinstance(tree, dict):
         # Code that belongs to the command that trained, not to the run.
@@ -202,7 +202,7 @@ def _read_choice(group: str, choice: str) -> dict[str, Any]:
         names = [*choices(group), *(["auto"] if group == "profile" else [])]
         instead = "; a GPU takes profile=paper (or auto)" if gpu else known_names(choice, names, f"{group}=")
         raise UserError(f"{group}={choice} is not known{instead}")
-    return yaml.safe_load(path.read_text()) or {}
+    return read_yaml(path) or {}
 
 
 def _value(text: str) -> Any:
@@ -211,8 +211,8 @@ def _value(text: str) -> Any:
     if not text.startswith(("[", "{")):
         return text
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError:
+        return parse_yaml(text, plain=True)
+    except ValueError:  # Also what nests too deep: the schema has no key for it.
         return text
 
 

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError, known_names
 from fedx_pl.evaluation import EVALUATIONS
+from fedx_pl.reading import read_yaml
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
 Labels = tuple[str, ...]
@@ -96,8 +95,8 @@ def load_experiment(path: Path) -> Experiment:
         UserError: it cannot be read, or a key, axis or label in it does not exist.
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
         names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
         raise UserError(f"{path} is not a readable experiment ({error}); known: {', '.join(names)}") from error
     if not isinstance(content, dict):

@@ -17,6 +17,7 @@ from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation.identity import flat
 from fedx_pl.provenance import foreign_code
+from fedx_pl.reading import read_json
 
 FORMAT = 1
 LINEAR, KNN = "linear_top1", "knn_top1"
@@ -111,7 +112,7 @@ def read_result(path: Path) -> Result:
         ValueError: it is no result of a finished run; the message says why.
     """
     try:
-        return _checked(json.loads(path.read_text()))
+        return _checked(read_json(path))
     except KeyError as error:
         raise ValueError(f"it has no {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
@@ -261,7 +262,7 @@ def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] |
     Not there are also those of an earlier round, or with other settings.
     """
     try:
-        document = json.loads((folder / "evaluation" / f"{kind}.json").read_text())
+        document = read_json(folder / "evaluation" / f"{kind}.json")
         now, then = evaluation_settings(kind, config), dict(document["settings"])
         if "labels" in now:
             then.setdefault("labels", former_labels(config.data.limit))

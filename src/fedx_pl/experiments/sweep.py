@@ -35,6 +35,7 @@ from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
 from fedx_pl.files import is_locked, write_atomically
 from fedx_pl.provenance import foreign_code
+from fedx_pl.reading import read_json
 
 _START = "# commit "  # Begins the line that a log has for each process of a run.
 
@@ -159,7 +160,7 @@ def plan_jobs(
 
 def collect(job: Job) -> dict[str, Any]:
     """What is worth keeping of a finished run."""
-    metrics = json.loads((job.folder / "metrics.json").read_text())
+    metrics = read_json(job.folder / "metrics.json")
     found = {kind: read_evaluation(job.folder, kind, job.config) for kind in EVALUATIONS}
     evaluations = {kind: _without_details(results) for kind, results in found.items() if results is not None}
     return {

@@ -30,6 +30,7 @@ from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS
 from fedx_pl.provenance import foreign_code, loaded_code
 from fedx_pl.provenance.foreign_code import Record
+from fedx_pl.reading import read_yaml
 
 if TYPE_CHECKING:
     from fedx_pl.data.module import FederatedDataModule
@@ -209,9 +210,8 @@ def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
-        return flat(decisive(tree))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return flat(decisive(read_yaml(file)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
 
 

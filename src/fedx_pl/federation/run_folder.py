@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import load_file
 
 from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
@@ -19,6 +18,7 @@ from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
+from fedx_pl.reading import read_tensors
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
@@ -129,7 +129,7 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     """Freshly made weights, or those of the run that this one forks."""
     first, fork, folder = trainer.first_state(), str(trainer.fork), trainer.folder
     if (folder / FORK).exists() and (fork or not trainer.description.typed):
-        return GlobalState.from_tensors(load_file(folder / FORK))
+        return GlobalState.from_tensors(read_tensors(folder / FORK))
     if not fork:
         return first
     found = Checkpoints(Path(fork)).latest(mend=False)

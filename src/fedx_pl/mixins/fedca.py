@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from fedx_pl.errors import UserError, require
@@ -17,6 +15,7 @@ from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
 from fedx_pl.mixins.teacher import Frozen, copy_network
+from fedx_pl.reading import read_tensors
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def _base_state(base: str) -> State:
     try:
         if not (Path(base) / "encoder.safetensors").exists():
             raise FileNotFoundError("encoder.safetensors")
-        return load_file(files[-1])
-    except (IndexError, OSError, SafetensorError) as error:
+        return read_tensors(files[-1])
+    except (IndexError, OSError, ValueError) as error:
         raise UserError(
             f"fedca.base={base} is not the folder of a finished run; type fedca.base=FOLDER, where it is"
         ) from error

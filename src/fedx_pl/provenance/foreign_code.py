@@ -33,6 +33,7 @@ from fedx_pl.provenance.fingerprint import (
     imported_by,
     is_transparent,
 )
+from fedx_pl.reading import read_json
 
 FILE = "code.json"  # in a run folder
 Code = dict[str, str]  # SHA-256 by name of module, or of class or function if it has no file
@@ -54,10 +55,10 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """The record in a run folder; None if it has none, as those of version 0.1, or if it cannot be read."""
     try:
-        content = json.loads((folder / FILE).read_text())
+        content = read_json(folder / FILE)
         modules = {str(name): str(sha256) for name, sha256 in content["modules"].items()}
         return Record(modules, str(content["backbone"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
+from fedx_pl.reading import read_json
 
 YEARS = 5
 
@@ -92,7 +93,7 @@ def known_host(folder: Path) -> str:
 def load_site(folder: Path) -> SiteKeys:
     """Reads a site's folder."""
     try:
-        about = json.loads((folder / "site.json").read_text())
+        about = read_json(folder / "site.json")
         name, server = str(about["name"]), str(about["server"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if meant := _site_folders_near(folder):
