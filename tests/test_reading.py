@@ -28,9 +28,9 @@ def zero_size_tensors(count: int, shape: tuple[int, ...] = (0,)) -> bytes:
     [
         (LAUGHS, "more than 50,000 values"),
         ("a: &a [1, *a]", "more than 50,000 values"),
-        ("[" * 3000, "nests more than 50 deep"),
-        ("{a: " * 3000, "nests more than 50 deep"),
-        ("- " * 3000, "nests more than 50 deep"),
+        ("[" * 3000, "nests more than 20 deep"),
+        ("{a: " * 3000, "nests more than 20 deep"),
+        ("- " * 3000, "nests more than 20 deep"),
         ("#" * 300_000, "300,000 characters"),
         ("!!bool perhaps", "perhaps"),
         ("!!int ''", "index"),
@@ -52,9 +52,9 @@ def test_yaml_with_a_few_aliases_is_read() -> None:
     assert parse_yaml("[1, no]", plain=True) == ["1", "no"]
 
 
-@pytest.mark.parametrize("text", ["[" * 51 + "]" * 51, "[" * 100_000, '{"a":' * 60 + "1" + "}" * 60])
+@pytest.mark.parametrize("text", ["[" * 21 + "]" * 21, "[" * 100_000, '{"a":' * 60 + "1" + "}" * 60])
 def test_json_that_nests_too_deep_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="nests more than 50 deep"):
+    with pytest.raises(ValueError, match="nests more than 20 deep"):
         parse_json(text)
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
 
@@ -85,7 +85,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")  # Opening it would wait for a writer.
     for path in (Path(os.devnull), Path("/dev/zero"), pipe, tmp_path):
         for read in (read_yaml, read_json, read_tensors):
-            with pytest.raises(ValueError, match="not a regular file"):
+            with pytest.raises(OSError, match="not a regular file"):
                 read(path)
 
 

@@ -4,11 +4,14 @@ import json
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+MAX_SHOWN = 200  # characters of a value in a message
 
 
 class UserError(Exception):
@@ -28,7 +31,18 @@ def require(key: str, value: object, possible: bool, instead: str) -> None:
         instead: what to type.
     """
     if not possible:
-        raise UserError(f"{key}={value} is not possible; type {instead}")
+        raise UserError(f"{key}={short(value)} is not possible; type {instead}")
+
+
+def short(value: object) -> str:
+    """A value as text that fits into a message."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def has_controls(text: str) -> bool:
+    """Whether a text holds characters that a terminal would obey, or that end a line or a path."""
+    return any(unicodedata.category(letter) == "Cc" for letter in text)
 
 
 def wrong_type(key: str, value: object, usual: object) -> str:
@@ -39,6 +53,7 @@ def wrong_type(key: str, value: object, usual: object) -> str:
         value: that was given.
         usual: a value of the right type; a dictionary for a group of keys.
     """
+    value = short(value)
     if isinstance(usual, dict):
         first, example = next(iter(usual.items()))
         return f"{key} is a group of keys and has no value of its own; type e.g. {key}.{first}={example}"
@@ -59,6 +74,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     A right last part in the wrong group counts as near: ``rounds`` is ``federation.rounds``.
     """
+    if len(word) > MAX_SHOWN:
+        return ""  # No slip of a word, and comparing takes the square of its length.
     words, leaf = list(known), word.split(".")[-1]
     if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
         return same_leaf[0]

@@ -3,6 +3,7 @@
 Whatever is wrong with a file's content is a `ValueError` of one line; what the system says of the file, an `OSError`.
 """
 
+import errno
 import json
 import stat
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 MAX_YAML = 250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
 MAX_JSON = 64_000_000  # bytes; a split of a million images has 8 million
-MAX_DEPTH = 50  # of lists and mappings within each other
+MAX_DEPTH = 20  # of lists and mappings within each other
 MAX_NODES = 50_000  # values in a YAML file, those behind an alias counted each time
 MAX_TENSORS = 50_000  # in one file
 MAX_HEADER = 10_000_000  # bytes of names and shapes of tensors
@@ -28,12 +29,12 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
         limit: bytes at most.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file, or too long.
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is too long.
     """
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     if limit is not None and about.st_size > limit:
         raise ValueError(f"it has {about.st_size:,} bytes; at most {limit:,} are read")
     with open(path, "rb") as file:

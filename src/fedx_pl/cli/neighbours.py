@@ -4,11 +4,12 @@ import argparse
 
 from fedx_pl.cli.embed import load_encoder
 from fedx_pl.encoder import neighbors
+from fedx_pl.errors import require
 
 
 def run(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
-
+    require("--count", options.count, options.count >= 1, instead="--count 12")
     encoder = load_encoder(options)
     found = neighbors.find(encoder, options.query, options.images, count=options.count)
     neighbors.contact_sheet(options.out, options.query, options.images, found=found, value_range=encoder.value_range)
