@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 MAX_SHOWN = 200  # characters of a value in a message
+MAX_MESSAGE = 2000
 
 
 class UserError(Exception):
@@ -38,6 +39,16 @@ def short(value: object) -> str:
     """A value as text that fits into a message."""
     text = str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def printable(message: str) -> str:
+    """A message without what a terminal would obey: a file's name may hold anything.
+
+    Of a long one the middle is left out: its end says what to type.
+    """
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in message)
 
 
 def has_controls(text: str) -> bool:

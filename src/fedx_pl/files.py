@@ -1,5 +1,6 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -35,6 +36,8 @@ def checksum(content: bytes) -> str:
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
+    if path.exists() and not path.is_file():  # To rename over /dev/null would be the end of it.
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

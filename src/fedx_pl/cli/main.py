@@ -14,10 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from fedx_pl import __version__
 from fedx_pl.cli.parser import EXIT_USER_ERROR, make_parser
 from fedx_pl.cli.stopping import Stopped
-from fedx_pl.errors import MAX_SHOWN, UserError, did_you_mean, has_controls, short
+from fedx_pl.errors import MAX_SHOWN, UserError, did_you_mean, has_controls, printable, short
 
 EXIT_INTERRUPTED = 130
-MAX_MESSAGE = 2000  # characters
 SMALLER = "optim.batch_size, backbone.width, data.image_size, augment.size, augment.pad and data.limit"
 
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if options.debug:
             raise
-        print(f"error: {_shown(error)}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except (MemoryError, RuntimeError) as error:
         if options.debug or not _lacks_memory(error):
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space, then run the same command to go on" if full else "--debug shows where"
-        print(f"error: {_shown(error)}; {advice}", file=sys.stderr)
+        print(f"error: {printable(str(error))}; {advice}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"\ninterrupted; {_how_to_go_on(arguments)}", file=sys.stderr)
@@ -73,17 +72,6 @@ def _lacks_memory(error: Exception) -> bool:
     """Whether an error is the system's or torch's word for memory that is not there, on the CPU or a GPU."""
     words = ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu", "size calculation overflowed")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
-
-
-def _shown(error: Exception) -> str:
-    """What an error says, without what a terminal would obey: a file's name may hold anything.
-
-    Of a long one the middle is left out: its end says what to type.
-    """
-    text = str(error)
-    if len(text) > MAX_MESSAGE:
-        text = f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def _how_to_go_on(arguments: Sequence[str]) -> str:

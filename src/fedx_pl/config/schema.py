@@ -96,7 +96,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         require("run.resume", self.resume, self.resume in ("auto", "never"), instead="run.resume=auto or never")
-        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         require("run.device", self.device, known, instead="run.device=auto, cpu, cuda or cuda:1")
         require("run.threads", self.threads, self.threads >= 0, instead="run.threads=0 for torch's choice")
         require("run.keep", self.keep, self.keep >= 1, instead="run.keep=1 or more")
