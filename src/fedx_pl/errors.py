@@ -52,8 +52,13 @@ def printable(message: str) -> str:
 
 
 def has_controls(text: str) -> bool:
-    """Whether a text holds characters that a terminal would obey, or that end a line or a path."""
-    return any(unicodedata.category(letter) == "Cc" for letter in text)
+    """Whether a text holds what a terminal would obey, what ends a line or a path, or what no file can be named.
+
+    Bytes that are not UTF-8, which file names may hold, are none of these: Python has surrogates for them.
+    """
+    categories = {letter: unicodedata.category(letter) for letter in set(text)}
+    lone = [letter for letter, kind in categories.items() if kind == "Cs" and not "\udc80" <= letter <= "\udcff"]
+    return bool(lone) or "Cc" in categories.values()
 
 
 def wrong_type(key: str, value: object, usual: object) -> str:

@@ -141,6 +141,7 @@ def test_paths_may_hold_any_character() -> None:
         (["data.mean=[${a}]"], "data.mean=[${a}] is not a list of numbers"),
         (["optim=${a}"], "optim is a group of keys"),
         (["regularizer.name=${"], "regularizer=${ is not known"),
+        (["callbacks=[[1],[2]]"], "is not a list in brackets; type e.g. callbacks=[a,b]"),
         (["seed=???"], "seed=??? is not a whole number"),
         (["data.mean=" + "[" * 3000], "... is not a list of numbers in brackets; type e.g. data.mean="),
         (["data.mean[0]=1"], "data.mean"),

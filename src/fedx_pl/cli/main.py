@@ -17,7 +17,9 @@ from fedx_pl.cli.stopping import Stopped
 from fedx_pl.errors import MAX_SHOWN, UserError, did_you_mean, has_controls, printable, short
 
 EXIT_INTERRUPTED = 130
-SMALLER = "optim.batch_size, backbone.width, data.image_size, augment.size, augment.pad and data.limit"
+SMALLER = (
+    "optim.batch_size, backbone.width, method.hidden_dim, data.image_size, augment.size, augment.pad and data.limit"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from fedx_pl.errors import UserError, has_controls
+from fedx_pl.errors import UserError, has_controls, wrong_type
 
 MAX_NAME = 150  # bytes: with seed, hash and suffix it is the name of a file, for which systems have 255
 _LONG = 2**63 - 1
@@ -53,6 +53,8 @@ def require_sensible(values: Mapping[str, Any], usual: Mapping[str, Any], ours: 
         if usual.get(key, ...) == value:
             continue
         for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, list | dict):
+                raise UserError(wrong_type(key, value, usual.get(key)))
             if isinstance(item, str) and has_controls(item):
                 raise UserError(f"{key}={item!r} holds a character that cannot be printed; type it without")
             if isinstance(item, int | float) and not isinstance(item, bool):
