@@ -140,6 +140,12 @@ def configuration_page() -> str:
         "profile, wherever they stand; then each key. Unknown keys, choices and wrong types are errors that name the "
         "nearest valid one. Defaults are the paper's.",
         "",
+        "A key ends at the first `=`. Its value is taken as it is: `$` is a plain character, so `${seed}` is text and "
+        "never refers to another key or to the environment; where a number belongs, it is an error. Only lists in "
+        "brackets are read as YAML. Numbers are finite, not below zero unless that means something, and at most "
+        "1,000,000,000; `inf` is possible for `health.max_growth` and `aggregate.max_growth`. `name` is the name of "
+        "one folder.",
+        "",
         "## Choices",
         "",
         f"`method=` {_words(config.choices('method'))} or your own `package.module:Class`; keys are [below](#methods).",

@@ -4,6 +4,7 @@ FEDX_FUZZ=20000 pytest tests/test_fuzz.py      # cases of each test; CI tries fe
 """
 
 import os
+import random
 import shutil
 import string
 import warnings
@@ -14,10 +15,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers import tiny_federation
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from fedx_pl.cli import main as cli
 from fedx_pl.config import compose as configuration
+from fedx_pl.config.build import make_data, require_possible
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, PartitionOptions, all_keys
 from fedx_pl.data.images import ImageData, Split
@@ -32,10 +36,20 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=QUIET)
 
 KEYS = [key for key, _, _ in all_keys()]
+# Values that have brought something down, here or elsewhere.
+HOSTILE = [
+    "", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999", "-0", "0x10", "${seed}", "${", "$", "${oc.env:HOME}", "???",
+    "[???]", "!!python/object/apply:os.system [true]", "*a", "&a b", "[*a]", "[&a [*a]]", "inf", "-inf", "nan", "-1",
+    "0", "1", "2", "1e308", "9" * 20, "-" + "9" * 20, "9" * 5000, "[" * 3000, "{a: " * 2000, "../../x", "..", ".",
+    "a/b", "a\\b", "/dev/zero", "/dev/null", "/etc/passwd", "x" * 300, "x" * 100_000, "\0", "a\0b", "a\nb",
+    "\x1b[31m", "\udcff", "\ud800", "é", "\u202e", "true", "simclr", "byol", "cifar10", "folder", "arrays", "a:b", ":",
+    "a:", ":b", "..:x", "os:system", "[os:system]", "[fedx]", "[[1],[2]]", "[{a: 1}]", "[inf]", "[nan,0]", "[-1]",
+    "cuda:99999999999", "cifar10-", "-", "--", "=", "a=b", "1_000", "1,5", "٣", "0.5", "[0.5,0.5,0.5]", "[a,b,c]",
+]  # fmt: skip
 VALUES = st.one_of(
+    st.sampled_from(HOSTILE),
     st.integers().map(str), st.floats().map(str), st.booleans().map(str), st.text(max_size=30),
-    st.text(string.printable, max_size=20), st.sampled_from(["", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999",
-    "-0", "0x10", "${seed}", "${oc.env:HOME}", "???", "!!python/object/apply:os.system [true]", "*a", "&a b"]),
+    st.text(string.printable, max_size=20),
     st.lists(st.one_of(st.integers(), st.floats(), st.text(max_size=5)), max_size=4).map(str),
 )  # fmt: skip
 
@@ -53,9 +67,86 @@ def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(words: list[tu
     except UserError:
         return
     assert isinstance(config, Config)
-    assert config.run_name
+    assert config.run.dir or config.run_folder.parent == Path(config.run.root)
     again = configuration.from_tree(yaml.safe_load(config.to_yaml()), "what it wrote itself")
     assert again.hash == config.hash
+
+
+def any_value(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.8:
+        return rng.choice(HOSTILE)
+    if kind < 0.9:
+        return str(rng.randint(-(10 ** rng.randint(0, 30)), 10 ** rng.randint(0, 30)))
+    return "".join(rng.choice(string.printable + "é\0\udcff") for _ in range(rng.randint(0, 15)))
+
+
+def any_words(rng: random.Random) -> list[str]:
+    keys = [*KEYS, "method", "data", "recipe", "profile", "experiment", "fedx", "resume", "regularizer"]
+    return [f"{rng.choice(keys)}={any_value(rng)}" for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))]
+
+
+def any_line(rng: random.Random, run: str) -> list[str]:
+    """Something to type after ``fedx-pl``; nothing of it trains, fetches images or listens."""
+    folder = rng.choice([run, run, any_value(rng)])
+    out = ["-o", rng.choice([value for value in HOSTILE if not value.startswith(("/", ".."))])]
+    lines = {
+        "train": [*any_words(rng), *rng.choice([[], ["--fork", any_value(rng)]]), "--dry-run"],
+        "evaluate": [folder, *rng.choice([[], ["knn"], [any_value(rng)]]), *any_words(rng), "--round", any_value(rng)],
+        "data": [any_value(rng), *any_words(rng), "data.download=false"],
+        "sweep": [any_value(rng), "--seeds", any_value(rng), "--jobs", any_value(rng), "--dry-run"],
+        "report": [folder, "--definitions", any_value(rng)],
+        "export": [folder, "--to", rng.choice(["safetensors", any_value(rng)]), *rng.choice([[], out])],
+        "embed": [folder, any_value(rng), *rng.choice([[], out])],
+        "neighbours": [folder, any_value(rng), any_value(rng), "--count", any_value(rng)],
+        "completion": [any_value(rng)],
+        "federate": ["keys", "--sites", any_value(rng), "--port", any_value(rng), "--host", any_value(rng)],
+        any_value(rng): any_words(rng),
+    }
+    command = rng.choice([*lines, "train", "train", "evaluate"])
+    line = [command, *lines[command]]
+    return line if rng.random() < 0.9 else rng.sample(line, k=len(line))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    words = [*tiny_federation(tiny_root, run.parent), f"run.dir={run}", "federation.rounds=1"]
+    assert cli.main(["train", *words, "evaluation.linear.epochs=1"]) == 0
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", [pytest.param(120), pytest.param(max(3000, CASES), marks=pytest.mark.slow)])
+def test_any_command_line_ends_in_success_or_in_one_line(
+    count: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is typed: no traceback, and no file but where one was asked for."""
+
+    def only_checked(config: Config, *arguments: object, **settings: object) -> None:
+        require_possible(config)
+        make_data(config)
+        raise UserError("that would be a run")
+
+    for command in ("train", "evaluate"):
+        monkeypatch.setattr(f"fedx_pl.cli.{command}.build", only_checked)
+    here = tmp_path / "a" / "b" / "c"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for seed in range(count):
+        line = any_line(random.Random(seed), str(finished))
+        try:
+            code = cli.main(line)
+        except SystemExit as end:  # as argparse ends
+            code = int(end.code or 0)
+        said = capsys.readouterr().err
+        assert code in (0, 2), line
+        if code == 2 and said:
+            assert said.startswith("error: "), (line, said)
+            assert said.count("\n") == 1 or "Put one of these into" in said, (line, said)
+            assert len(said) < 3000, (line, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
 @fuzz

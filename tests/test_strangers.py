@@ -132,6 +132,27 @@ def test_yaml_makes_no_objects_and_reads_no_environment(
     assert config.load(file).profile == "${oc.env:SECRET}"
 
 
+@pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]])
+@pytest.mark.parametrize("text", ["[" * 3000, "a: " + "[" * 60 + "]" * 60, "&a [*a]", "!!bool x", "#" * 10**6])
+def test_a_configuration_without_end_is_one_line(
+    run: Path, command: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.yaml").write_text(text)
+    assert cli.main([*command, str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {run / 'config.yaml'} is not a readable run configuration")
+
+
+def test_a_configuration_that_laughs_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine lines of aliases of aliases stand for billions of values."""
+    lines = ["x0: &x0 [ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
+    lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
+    file = run / "config.yaml"
+    file.write_text("\n".join([*lines, file.read_text().replace("mixins: []", "mixins: *x9")]))
+    for command in (["evaluate"], ["export"], ["embed", str(run)]):
+        assert cli.main([command[0], str(run), *command[1:]]) == 2
+        assert "more than 50,000 values" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("state", ["[]", "{}", '{"round": []}', "null", "[" * 50_000, '{"round": 1, "rows": 7}'])
 def test_hostile_state_is_refused(run: Path, state: str) -> None:
     (folder,) = (run / "checkpoints").glob("round_*")

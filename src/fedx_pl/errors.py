@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import SequenceMatcher
@@ -20,6 +21,8 @@ Options = TypeVar("Options")
 # Control characters, marks that turn the direction of writing, and bytes that are no UTF-8 (surrogates).
 _UNREADABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4})")
+MAX_SHOWN = 200  # characters of a value in a message
+MAX_MESSAGE = 2000
 
 
 class UserError(Exception):
@@ -39,7 +42,33 @@ def require(key: str, value: object, possible: bool, instead: str) -> None:
         instead: what to type.
     """
     if not possible:
-        raise UserError(f"{key}={value} is not possible; type {instead}")
+        raise UserError(f"{key}={short(value)} is not possible; type {instead}")
+
+
+def short(value: object) -> str:
+    """A value as text that fits into a message."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def printable(message: str) -> str:
+    """A message without what a terminal would obey: a file's name may hold anything.
+
+    Of a long one the middle is left out: its end says what to type.
+    """
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
+    return for_terminal(message)
+
+
+def has_controls(text: str) -> bool:
+    """Whether a text holds what a terminal would obey, what ends a line or a path, or what no file can be named.
+
+    Bytes that are not UTF-8, which file names may hold, are none of these: Python has surrogates for them.
+    """
+    categories = {letter: unicodedata.category(letter) for letter in set(text)}
+    lone = [letter for letter, kind in categories.items() if kind == "Cs" and not "\udc80" <= letter <= "\udcff"]
+    return bool(lone) or "Cc" in categories.values()
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -121,6 +150,7 @@ def wrong_type(key: str, value: object, usual: object) -> str:
         value: that was given.
         usual: a value of the right type; a dictionary for a group of keys.
     """
+    value = short(value)
     if isinstance(usual, dict):
         first, example = next(iter(usual.items()))
         return f"{key} is a group of keys and has no value of its own; type e.g. {key}.{first}={example}"
@@ -141,6 +171,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     A right last part in the wrong group counts as near: ``rounds`` is ``federation.rounds``.
     """
+    if len(word) > MAX_SHOWN:
+        return ""  # No slip of a word, and comparing takes the square of its length.
     words, leaf = list(known), word.split(".")[-1]
     if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
         return same_leaf[0]

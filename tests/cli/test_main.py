@@ -134,7 +134,7 @@ def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None
         (["partition.file=/nowhere/split.json"], "partition.file"),
         (["run.device=cuda:7"], "run.device=cuda:7"),
         (["run.dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
-        (["name=" + "x" * 300], "File name too long"),
+        (["name=" + "x" * 300], "has more than 150 bytes; type letters"),
         (["data.std=[0,0,0]"], "data.std=[0.0, 0.0, 0.0]"),
     ],
 )
@@ -179,11 +179,11 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
 def test_overrides_may_follow_flags_and_hold_brackets(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "--dry-run", *tiny, "name=a[/b]", f"run.root={tmp_path / '[/x]'}"]
+    arguments = ["train", "--dry-run", *tiny, "name=a[b]", f"run.root={tmp_path / '[/x]'}"]
     assert cli.main([*arguments, "--debug", "federation.rounds=1000000000"]) == 0
     out = capsys.readouterr().out
-    assert "a[/b]: 1000000000 rounds" in out
-    assert str(tmp_path / "[/x]" / "a[/b]") in out
+    assert "a[b]: 1000000000 rounds" in out
+    assert str(tmp_path / "[/x]" / "a[b]") in out
     with pytest.raises(SystemExit):
         cli.main(["train", "--faster"])
 
@@ -252,3 +252,46 @@ def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: 
     assert "RUN linaer is not known; did you mean fedx-pl evaluate RUN linear?" in capsys.readouterr().err
     assert cli.main(["evaluate", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried\nto"),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    ],
+)
+def test_too_little_memory_is_one_line_with_the_keys_to_change(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fedx_pl.cli.train.build", fail)
+    assert cli.main(["train"]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"error: not enough memory .*backbone\.width.*data\.image_size", said)
+    assert said.count("\n") == 1
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("fedx_pl.cli.train.build", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main(["train"])
+
+
+@pytest.mark.parametrize("line", [["export", "a\0b"], ["train", "--fork", "a\0b"], ["report", "a\x1b[31m"]])
+def test_a_character_that_cannot_be_printed_is_refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(line)
+    assert end.value.code == 2
+    assert "holds a character that cannot be printed" in capsys.readouterr().err
+
+
+def test_a_device_is_no_split_file(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *tiny, "partition.file=/dev/zero", "--dry-run"]) == 2
+    assert "partition.file=/dev/zero cannot be read (not a regular file)" in capsys.readouterr().err

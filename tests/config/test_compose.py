@@ -1,11 +1,13 @@
 """Composing, validating and freezing a configuration."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import EXPERIMENTS
 from simsiam import SimSiam
 from torch import nn
@@ -13,7 +15,7 @@ from torch import nn
 from fedx_pl import Embeddings, Loss, SSLMethod, Views, methods
 from fedx_pl.config import registry
 from fedx_pl.config.build import make_model
-from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, choices, compose, load
+from fedx_pl.config.compose import CONFIGS, FILE_GROUPS, choices, compose, from_tree, load
 from fedx_pl.config.registry import METHOD, find
 from fedx_pl.config.schema import all_keys
 from fedx_pl.errors import UserError
@@ -134,6 +136,32 @@ def test_paths_may_hold_any_character() -> None:
         (["federation.clients=3", "federation.min_clients=4"], "federation.min_clients=4"),
         (["data.mean=[a,b,c]"], "data.mean=[a,b,c] is not a list of numbers in brackets; type e.g. data.mean=[0."),
         (["data.classes=a"], "data.classes=a is not a list in brackets; type e.g. data.classes=[a,b]"),
+        (["fedx.enabled=${seed}"], "fedx.enabled=${seed} is neither true nor false"),
+        (["seed=${"], "seed=${ is not a whole number"),
+        (["data.mean=[${a}]"], "data.mean=[${a}] is not a list of numbers"),
+        (["optim=${a}"], "optim is a group of keys"),
+        (["regularizer.name=${"], "regularizer=${ is not known"),
+        (["callbacks=[[1],[2]]"], "is not a list in brackets; type e.g. callbacks=[a,b]"),
+        (["seed=???"], "seed=??? is not a whole number"),
+        (["data.mean=" + "[" * 3000], "... is not a list of numbers in brackets; type e.g. data.mean="),
+        (["data.mean[0]=1"], "data.mean"),
+        ([".".join("abcdefgh" * 9) + "=1"], "there is no key a.b.c.d"),
+        (["x" * 100_000 + "=1"], "there is no key xxx"),
+        (["run.resident_gb=inf"], "run.resident_gb=inf is out of range; type a number from 0 to 1000000000, e.g. run."),
+        (["augment.pad=99999999999999999999"], "augment.pad=99999999999999999999 is out of range"),
+        (["fedx.tau=inf"], "fedx.tau=inf is out of range"),
+        (["data.limit=-1"], "data.limit=-1 is out of range; type a number from 0"),
+        (["data.test_fraction=nan"], "data.test_fraction=nan is out of range; type a number from 0 to 1, e.g. data."),
+        (["data.std=[inf]"], "data.std=inf is out of range"),
+        (["method=byol", "method.hidden_dim=-2"], "method.hidden_dim=-2 is out of range; type a number from 0"),
+        (["seed=" + "9" * 30], "is out of range; type a number from -9223372036854775807 to 9223372036854775807"),
+        (["run.threads=100000"], "run.threads=100000 is out of range; type a number from 0 to 1024"),
+        (["name=../../x"], "name=../../x is not the name of one folder"),
+        (["name=.."], "name=.. is not the name of one folder"),
+        (["name=a\\\\b"], "is not the name of one folder"),
+        (["name=" + "x" * 300], "has more than 150 bytes"),
+        (["data.root=a\0b"], "'data.root=a\\x00b' holds a character that cannot be printed"),
+        (["data.root=a\nb"], "'data.root=a\\nb' holds a character that cannot be printed"),
         (["method=:"], "method=:"),
         (["method=.a:B"], "method=.a:B"),
         (["method=fedx_pl.methods.base:SSLMethod"], "no loss of its own"),
@@ -143,6 +171,33 @@ def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(overrides: li
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         compose(overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dollar_sign_is_a_plain_character() -> None:
+    config = compose(["data.root=a${seed}", "data.cache=${oc.env:HOME}", "data.classes=['${a}']", "name=$x"])
+    assert (config.data.root, config.data.cache, config.data.classes) == ("a${seed}", "${oc.env:HOME}", ["${a}"])
+    assert from_tree(yaml.safe_load(config.to_yaml()), "its own file") == config
+
+
+def test_a_number_without_bound_is_possible_where_it_means_never() -> None:
+    assert compose(["health.max_growth=inf", "aggregate.max_growth=inf"]).health.max_growth == math.inf
+
+
+def test_keys_of_a_part_that_is_not_ours_may_be_below_zero() -> None:
+    assert compose(["method=simsiam:SimSiam", "method.bottleneck=-3"]).method_options["bottleneck"] == -3
+    with pytest.raises(UserError, match=r"method\.bottleneck=.* is out of range"):
+        compose(["method=simsiam:SimSiam", f"method.bottleneck={10**20}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", "../x"), ("name", "a\nb"), ("seed", 10**30), ("fork", "a\0b"), ("seed", "${oc.env:HOME}")],
+)
+def test_a_run_configuration_is_held_to_the_same_rules(tmp_path: Path, key: str, value: object) -> None:
+    tree = yaml.safe_load(compose([]).to_yaml()) | {key: value}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=key):
+        load(tmp_path / "config.yaml")
 
 
 def test_an_unreadable_run_configuration_is_a_clear_error(tmp_path: Path) -> None:

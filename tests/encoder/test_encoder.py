@@ -189,6 +189,7 @@ def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: py
         (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
         (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
         (["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)], "cannot be read as an image"),
+        (["neighbours", str(run), "a.png", str(pictures), "--count", "-5"], "--count=-5 is not possible; type --count"),
         (["export", str(run), "--round", "7"], "no checkpoint of round 7"),
     ):
         assert cli.main(command) == 2

@@ -78,6 +78,10 @@ def test_the_hash_tells_runs_apart_and_ignores_defaults() -> None:
         ("title: a\naxes: {v: {x: fedca.base=@bas}}\nneeds: {base: seed=1}", "'bas' is not one of base"),
         ("- a", "no keys"),
         ("a: [", "not a readable experiment"),
+        ("title: a\nruns: ../other", "is not the name of another definition"),
+        ("title: a\nruns: mine", "is not the name of another definition"),
+        ("title: a\naxes: {v: {x: []}}\nneeds: [a]", "is not an experiment"),
+        ("title: a\naxes: {v: {x: 7}}", "is not an experiment"),
     ],
 )
 def test_a_wrong_definition_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:

@@ -143,6 +143,14 @@ def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> 
     assert not (tmp_path / "keys").exists()
 
 
+def test_a_name_in_a_site_s_keys_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
+    """The site's private state goes to a folder of that name."""
+    (tmp_path / "site.json").write_text(json.dumps({"name": "../../x", "server": "host:8000"}))
+    with pytest.raises(UserError, match=r"\.\./\.\./x: a site's name has letters"):
+        keys.load_site(tmp_path)
+    assert main(["federate", "client", "--data", str(tmp_path), "--insecure", "--name", "../x"]) == 2
+
+
 def test_a_site_s_folder_is_found_where_the_keys_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.make(tmp_path / "keys", "host", 8000, ["site-a", "site-b"])
     monkeypatch.chdir(tmp_path)

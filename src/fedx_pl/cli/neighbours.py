@@ -4,13 +4,13 @@ import argparse
 
 from fedx_pl.cli.embed import load_encoder
 from fedx_pl.encoder import neighbors
-from fedx_pl.errors import say
+from fedx_pl.errors import require, say
 from fedx_pl.files import require_file
 
 
 def run(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
-
+    require("--count", options.count, options.count >= 1, instead="--count 12")
     require_file(options.out)
     encoder = load_encoder(options)
     found = neighbors.find(encoder, options.query, options.images, count=options.count)

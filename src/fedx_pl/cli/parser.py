@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedx_pl.errors import did_you_mean
+from fedx_pl.errors import did_you_mean, printable
 
 EXIT_USER_ERROR = 2
 SHELLS = ("bash", "zsh", "fish")
@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Without the usage, which says the same for every mistake."""
         end = " See" if message.endswith("?") else "; see"
-        self.exit(EXIT_USER_ERROR, f"error: {message}{end} {self.prog} --help\n")
+        self.exit(EXIT_USER_ERROR, f"error: {printable(message)}{end} {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

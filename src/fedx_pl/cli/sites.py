@@ -96,6 +96,8 @@ def client(options: argparse.Namespace) -> None:
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
+    if options.name:
+        keys.require_site_name("--name", options.name)
     if options.insecure:
         known = keys.SiteKeys(
             name=options.name or options.data.resolve().name,

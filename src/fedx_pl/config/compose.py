@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
@@ -30,13 +29,14 @@ from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
 from fedx_pl.data.images import ARRAYS, RESIZED
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import UserError, did_you_mean, known_names, wrong_type
+from fedx_pl.errors import UserError, did_you_mean, has_controls, known_names, short, wrong_type
 from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.files.reading import parse_yaml, read_yaml
 from fedx_pl.mixins import MIXINS
 
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
 
-
+MAX_KEY, MAX_GROUPS = 100, 5  # letters of a key, and groups within each other
 # Mixins that have a group of keys of their own.
 _GROUPED = {name: mixin for name, mixin in MIXINS.items() if hasattr(Config(), name)}
 GROUPS = ("data", "method", "recipe", "profile")
@@ -71,10 +71,14 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     chosen = {"data": "cifar10", "recipe": "paper", "profile": "auto", "method": "simclr"}
     settings: list[tuple[str, str]] = []
     for override in overrides:
+        if has_controls(override):
+            raise UserError(f"{override!r} holds a character that cannot be printed; type it without")
         key, equals, value = override.partition("=")
         if not equals:
             raise UserError(f"{override!r} is not an override; type key=value, e.g. federation.rounds=20")
         key = _LONG.get(key, key)
+        if len(key) > MAX_KEY or key.count(".") > MAX_GROUPS:
+            raise UserError(f"there is no key {short(key)}; `fedx-pl train --help` lists all")
         if key == "experiment":
             chosen["data"], chosen["method"], fedx = _experiment(value)
             settings.append(("fedx.enabled", fedx))
@@ -157,8 +161,8 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
             importing a module runs it.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
     if isinstance(tree, dict):
         # Code that belongs to the command that trained, not to the run.
@@ -202,7 +206,7 @@ def _read_choice(group: str, choice: str) -> dict[str, Any]:
         names = [*choices(group), *(["auto"] if group == "profile" else [])]
         instead = "; a GPU takes profile=paper (or auto)" if gpu else known_names(choice, names, f"{group}=")
         raise UserError(f"{group}={choice} is not known{instead}")
-    return yaml.safe_load(path.read_text()) or {}
+    return read_yaml(path) or {}
 
 
 def _value(text: str) -> Any:
@@ -211,8 +215,8 @@ def _value(text: str) -> Any:
     if not text.startswith(("[", "{")):
         return text
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError:
+        return parse_yaml(text, plain=True)
+    except ValueError:  # Also what nests too deep: the schema has no key for it.
         return text
 
 
@@ -232,6 +236,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:
+    _refuse_references(schema, content)
     try:
         # Into the schema itself: a copy of it for every override would be most of the time.
         return typing.cast(DictConfig, OmegaConf.unsafe_merge(schema, content))
@@ -248,8 +253,29 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
         usual = OmegaConf.to_container(usual) if OmegaConf.is_config(usual) else usual
         if where.startswith(f"{key}="):
             raise UserError(wrong_type(key, where.partition("=")[2], usual)) from error
-        given = reduce(lambda tree, part: tree[part] if isinstance(tree, dict) else tree, key.split("."), content)
+        parts = key.split(".")
+        given = reduce(lambda tree, part: tree.get(part, tree) if isinstance(tree, dict) else tree, parts, content)
         raise UserError(f"{where}: {wrong_type(key, given, usual)}") from error
+
+
+def _refuse_references(schema: DictConfig, content: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses what OmegaConf would not look at: ``${`` where no text belongs, and ``???``, its word for nothing."""
+    for name, value in content.items():
+        node = schema._get_node(name) if name in schema.keys() else None  # noqa: SIM118 (a config resolves what it looks up)
+        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        if isinstance(value, dict) and isinstance(node, DictConfig):
+            _refuse_references(node, value, f"{prefix}{name}.")
+        elif "???" in texts or (any("${" in text for text in texts) and not _takes_text(node)):
+            usual = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node and node._value()
+            given = str(value).replace("\\${", "${")
+            raise UserError(wrong_type(f"{prefix}{name}", given, usual))
+
+
+def _takes_text(node: Any) -> bool:
+    """Whether a node of the schema holds text or texts; what is no node is told of elsewhere."""
+    if isinstance(node, ListConfig):
+        return node._metadata.element_type in (str, Any)
+    return node is None or isinstance(node, StringNode | AnyNode)
 
 
 def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:

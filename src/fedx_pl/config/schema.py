@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.config.bounds import require_sensible
 from fedx_pl.config.registry import (
     METHOD,
     MIXIN,
@@ -95,7 +96,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         require("run.resume", self.resume, self.resume in ("auto", "never"), instead="run.resume=auto or never")
-        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         require("run.device", self.device, known, instead="run.device=auto, cpu, cuda or cuda:1")
         require("run.threads", self.threads, self.threads >= 0, instead="run.threads=0 for torch's choice")
         require("run.keep", self.keep, self.keep >= 1, instead="run.keep=1 or more")
@@ -350,7 +351,17 @@ def frozen(schema: DictConfig) -> Config:
     except OmegaConfBaseException as error:  # Some values are looked at only now.
         raise UserError(f"wrong value for {error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
+    values = dataclasses.asdict(config)
+    usual, method = _defaults(Parts.of(values)), config.method.name
+    ours = _defaults(Parts(method)) if method in METHOD.built_in else flat(dataclasses.asdict(Config()))
+    require_sensible(flat(values), usual, ours)
     return config
+
+
+@cache
+def _defaults(parts: Parts) -> dict[str, Any]:
+    """Of all keys, dotted."""
+    return flat(OmegaConf.to_container(schema_of(parts)))  # type: ignore[arg-type]
 
 
 def _unlocked(node: DictConfig) -> DictConfig:

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
+from fedx_pl.files.reading import read_json
 
 FORMAT = 1
 
@@ -52,11 +53,11 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
         )
 
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
     except OSError as error:
         raise wrong(f"cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise wrong("is not JSON") from error
+    except ValueError as error:
+        raise wrong(f"is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise wrong(f"is not a split file of format {FORMAT}")
     if content.get("fingerprint") != fingerprint:

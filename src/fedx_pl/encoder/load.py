@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from fedx_pl import backbones
@@ -26,6 +24,7 @@ from fedx_pl.data.sources.survey import Parts, survey
 from fedx_pl.errors import UserError, say
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.run_folder import read_run
+from fedx_pl.files.reading import read_json, read_yaml
 from fedx_pl.provenance import foreign_code
 
 
@@ -151,7 +150,7 @@ def value_range_of(run: Path) -> ValueRange | None:
     """What a run took for black and white in images of more than 8 bits per value; None if it had no such images."""
     file = run / VALUE_RANGE_FILE
     try:
-        bounds = json.loads(file.read_text()) if file.exists() else _read_parts(run)["data"].get("value_range")
+        bounds = read_json(file) if file.exists() else _read_parts(run)["data"].get("value_range")
         low, high = map(float, bounds or (0, 0))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file} is not two numbers ({error})") from error
@@ -179,9 +178,9 @@ def _read_parts(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml; type runs/NAME")
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file)
         return {key: dict(tree[key]) for key in ("data", "augment", "backbone")}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
 
 

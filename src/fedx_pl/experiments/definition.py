@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
-from fedx_pl.errors import UserError, known_names
+from fedx_pl.errors import UserError, known_names, short
 from fedx_pl.evaluation import EVALUATIONS
+from fedx_pl.files.reading import read_yaml
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
 Labels = tuple[str, ...]
@@ -96,14 +95,30 @@ def load_experiment(path: Path) -> Experiment:
         UserError: it cannot be read, or a key, axis or label in it does not exist.
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        return _load(path)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # A list where a mapping belongs, and so on.
+        raise UserError(f"{path} is not an experiment ({short(error)}); see docs/experiments.md") from error
+
+
+def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
+    """Reads a definition.
+
+    Args:
+        path: of the file.
+        readers: the files that name it in ``runs``.
+    """
+    try:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
         names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
         raise UserError(f"{path} is not a readable experiment ({error}); known: {', '.join(names)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not an experiment: it has no keys")
     if other := content.pop("runs", None):
-        origin = load_experiment(path.with_name(f"{other}.yaml"))
+        file = path.with_name(f"{Path(str(other)).name}.yaml")
+        if file.stem != other or file in (path, *readers):
+            raise UserError(f"{path}: runs: {other} is not the name of another definition beside it")
+        origin = _load(file, readers=(*readers, path))
         inherited = {key: getattr(origin, key) for key in ("axes", "base", "columns", "baseline", "needs", "profiles")}
         content = inherited | content
     known = [name for name in Experiment.__dataclass_fields__ if name != "name"]

@@ -17,6 +17,7 @@ from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation.identity import flat
 from fedx_pl.files import SEAL, unsealed
+from fedx_pl.files.reading import read_json
 from fedx_pl.provenance import foreign_code
 
 FORMAT = 1
@@ -115,7 +116,7 @@ def read_result(path: Path) -> Result:
     if path.exists() and not path.is_file():
         raise ValueError("it is not a file")  # Reading a pipe or a device may not end.
     try:
-        return _checked(_harmless(json.loads(path.read_text())))
+        return _checked(_harmless(read_json(path)))
     except KeyError as error:
         raise ValueError(f"it has no {error}") from error
     except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
@@ -332,7 +333,7 @@ def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] |
     Not there are also those of an earlier round, or with other settings.
     """
     try:
-        document = json.loads((folder / "evaluation" / f"{kind}.json").read_text())
+        document = read_json(folder / "evaluation" / f"{kind}.json")
         document = unsealed(document) if SEAL in document else document  # Those of earlier versions have none.
         now, then = evaluation_settings(kind, config), dict(document["settings"])
         if "labels" in now:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.comparison import ABOVE, BELOW, ONE_SEED, WITHIN, Spread, decimal, paired, spread
 from fedx_pl.experiments.definition import Labels
 from fedx_pl.experiments.pages import Block, Heading, Inline, Paragraph, Strong, Table
 from fedx_pl.experiments.results import KNN, Measure, Result, Runs, number
+from fedx_pl.files.reading import read_yaml
 
 FIVE = 5  # rounds that the paper's standard errors are over
 GEOMETRY = {
@@ -39,8 +38,8 @@ class Paper:
             UserError: it cannot be read.
         """
         try:
-            content = yaml.safe_load(path.read_text()) if path.exists() else {}
-        except (OSError, yaml.YAMLError) as error:
+            content = read_yaml(path) if path.exists() else {}
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a readable table of the paper's numbers ({error})") from error
         self.tables: dict[str, Any] = _text_keys(content or {})
 

@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load
 from torch import Tensor
 
 from fedx_pl.errors import UserError
@@ -45,6 +44,7 @@ from fedx_pl.files import (
     unsealed,
     write_atomically,
 )
+from fedx_pl.files.reading import parse_json, parse_tensors, read_json
 
 # The folders of a run that this package writes to; a logger of the user's choice may have others beside them.
 FOLDERS = ("checkpoints", "clients", "pending", "evaluation", "tensorboard")
@@ -98,7 +98,7 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
         if record.sha256:
             try:
-                tensors = load(self._client_bytes(client, record))
+                tensors = parse_tensors(self._client_bytes(client, record))
             except DAMAGED as error:
                 require_there(self._folder)
                 file = self._client_file(client, record.last_round)
@@ -152,7 +152,7 @@ class Checkpoints:
         needed = set()
         for folder in self._kept():
             try:
-                records = json.loads((folder / "state.json").read_text())["clients"]
+                records = read_json(folder / "state.json")["clients"]
                 needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
             except DAMAGED:
                 return  # Who knows what it needs.
@@ -247,15 +247,15 @@ class Checkpoints:
         """The numbers that `read` knows, the best's among them."""
         found = set(map(_number, self._committed()))
         with suppress(*DAMAGED):  # None was measured yet, or it cannot be read.
-            found.add(int(json.loads((self._rounds / "best" / "state.json").read_bytes())["round"]))
+            found.add(int(read_json(self._rounds / "best" / "state.json")["round"]))
         return sorted(found)
 
     def _read(self, folder: Path) -> tuple[RunState, GlobalState]:
         weights, manifest = read_verified(folder, FILES).values()
-        state = state_of(json.loads(manifest))
+        state = state_of(parse_json(manifest))
         if folder.name != "best" and state.round != _number(folder):
             raise ValueError(f"it says that it is round {state.round}")
-        return state, GlobalState.from_tensors(load(weights))
+        return state, GlobalState.from_tensors(parse_tensors(weights))
 
     def _require_clients(self, state: RunState) -> None:
         """Private states are there and as long as they were; their checksums are looked at when they are read."""
@@ -272,7 +272,7 @@ class Checkpoints:
             self._rounds / f".best{UNFINISHED}",
         )
         try:
-            kept = json.loads((best / "state.json").read_bytes())["round"]
+            kept = read_json(best / "state.json")["round"]
         except DAMAGED:
             kept = None
         if kept == round_number or not folder.is_dir():
@@ -370,7 +370,7 @@ class UnfinishedRound:
         content = self._file(line["client"]).read_bytes()
         if checksum(content) != line["sha256"]:
             raise ValueError("torn")
-        tensors, record, told = load(content), record_of(line["record"]), line["told"]
+        tensors, record, told = parse_tensors(content), record_of(line["record"]), line["told"]
         losses, names, metrics = tensors.pop(_LOSSES), tuple(told["loss_names"]), dict(told["metrics"])
         if not losses.is_floating_point() or losses.shape[1:] != (len(names),) or "total" not in names:
             raise ValueError("its losses have no names")
@@ -398,7 +398,7 @@ class UnfinishedRound:
             return
         for line in text.splitlines():
             try:
-                found = unsealed(json.loads(line))
+                found = unsealed(parse_json(line))
                 whole(found["client"])
             except DAMAGED:
                 continue  # Torn or damaged: this client trains again.

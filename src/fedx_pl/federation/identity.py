@@ -26,6 +26,7 @@ from fedx_pl.data.sources import SOURCES
 from fedx_pl.errors import UserError
 from fedx_pl.federation.regularizers import REGULARIZERS
 from fedx_pl.files import checksum
+from fedx_pl.files.reading import read_yaml
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import MIXINS
@@ -239,9 +240,8 @@ def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
-        return flat(decisive(tree))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return flat(decisive(read_yaml(file)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
 
 

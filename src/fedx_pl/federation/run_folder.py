@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
-from safetensors.torch import load
 
 from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
@@ -19,6 +17,7 @@ from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, RunState, Unfini
 from fedx_pl.federation.identity import code_record, decisive, flat
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_bytes, write_atomically
+from fedx_pl.files.reading import parse_tensors, read_json, read_yaml
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -132,9 +131,9 @@ def describe(folder: Path) -> dict[str, Any]:
 def _settings(file: Path) -> dict[str, Any]:
     """What decides the result, by key; of the rest, such as where the images are, another start may say other words."""
     try:
-        found: dict[str, Any] = json.loads(json.dumps(flat(decisive(yaml.safe_load(file.read_text())))))
+        found: dict[str, Any] = json.loads(json.dumps(flat(decisive(read_yaml(file)))))
         return found
-    except (*DAMAGED, yaml.YAMLError) as error:
+    except DAMAGED as error:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
 
 
@@ -143,7 +142,7 @@ def _sum_of(file: Path, *keys: str) -> str:
     if not file.exists():
         return ""
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
         content = {key: content[key] for key in keys} if keys else content
     except DAMAGED as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); put the old one back") from error
@@ -238,7 +237,7 @@ def _read_first(file: Path) -> GlobalState:
         content, sums = file.read_bytes(), file.with_name(f"{file.name}.sha256")
         if sums.exists() and sums.read_text() != checksum(content):
             raise ValueError("it does not match its checksum")
-        return GlobalState.from_tensors(load(content))
+        return GlobalState.from_tensors(parse_tensors(content))
     except DAMAGED as error:
         raise UserError(
             f"{file}, the weights that this run began with, is damaged ({error}); delete {file.parent}, which has no "

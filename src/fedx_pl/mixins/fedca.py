@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import nn
 
 from fedx_pl.errors import UserError, options_of, require
 from fedx_pl.files import read_verified, round_folders
+from fedx_pl.files.reading import parse_tensors
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -79,8 +78,8 @@ def _base_state(base: str) -> State:
         if not (Path(base) / "encoder.safetensors").exists():
             raise FileNotFoundError("encoder.safetensors")
         newest = round_folders(Path(base) / "checkpoints")[-1]
-        return load(read_verified(newest, ("global.safetensors", "state.json"))["global.safetensors"])
-    except (IndexError, OSError, ValueError, SafetensorError) as error:
+        return parse_tensors(read_verified(newest, ("global.safetensors", "state.json"))["global.safetensors"])
+    except (IndexError, OSError, ValueError) as error:
         raise UserError(
             f"fedca.base={base} is not the folder of a finished run; type fedca.base=FOLDER, where it is"
         ) from error

@@ -23,6 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from fedx_pl.files import checksum, write_atomically
+from fedx_pl.files.reading import read_json
 from fedx_pl.provenance.fingerprint import (
     Definition,
     Named,
@@ -57,11 +58,11 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """The record in a run folder; None if it has none, as those of version 0.1, or if it cannot be read."""
     try:
-        content = json.loads((folder / FILE).read_text())
+        content = read_json(folder / FILE)
         modules = {str(name): str(sha256) for name, sha256 in content["modules"].items()}
         objects = {str(name): str(sha256) for name, sha256 in content.get("objects", {}).items()}
         return Record(modules, str(content["backbone"]), objects)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -22,8 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, short
 from fedx_pl.files import write_atomically
+from fedx_pl.files.reading import read_json
 
 YEARS = 5
 
@@ -61,8 +62,7 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
         Lines that tell what goes where.
     """
     for name in sites:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
-            raise UserError(f"--sites {name}: a site's name has letters, digits, dots and dashes, e.g. hospital-a")
+        require_site_name("--sites", name)
     try:
         address = _general_name(host)
     except ValueError as error:
@@ -89,11 +89,23 @@ def known_host(folder: Path) -> str:
     return _names(x509.load_pem_x509_certificate(file.read_bytes()))[0] if file.exists() else ""
 
 
+def require_site_name(source: str, name: str) -> None:
+    """Raises a `UserError` unless a site's name can be part of a file's.
+
+    Args:
+        source: the option that it is from.
+        name: of the site.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise UserError(f"{source} {short(name)}: a site's name has letters, digits, dots and dashes, e.g. hospital-a")
+
+
 def load_site(folder: Path) -> SiteKeys:
     """Reads a site's folder."""
     try:
-        about = json.loads((folder / "site.json").read_text())
+        about = read_json(folder / "site.json")
         name, server = str(about["name"]), str(about["server"])
+        require_site_name(f"--keys {folder}", name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if meant := _site_folders_near(folder):
             raise UserError(

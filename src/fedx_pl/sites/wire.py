@@ -4,10 +4,8 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-
 from fedx_pl.files import tensor_bytes
+from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.methods.base import State
 
 HELLO, TRAIN = "query", "train"  # Flower's names for messages of these kinds
@@ -37,9 +35,9 @@ def unpack(text: str, blob: bytes) -> Content:
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
-        meta = json.loads(text)
-        tensors = load(blob)
-    except (ValueError, RecursionError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        meta = parse_json(text)
+        tensors = parse_tensors(blob)
+    except ValueError as error:
         raise BadMessage(f"it cannot be read ({error})") from error
     if not isinstance(meta, dict):
         raise BadMessage("its JSON is not an object")

@@ -1,0 +1,156 @@
+"""Reading files that may be anybody's: what takes too long, or nests too deep, is refused before it is read.
+
+Whatever is wrong with a file's content is a `ValueError` of one line; what the system says of the file, an `OSError`.
+"""
+
+import errno
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load
+from torch import Tensor
+
+MAX_YAML = 250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
+MAX_JSON = 64_000_000  # bytes; a split of a million images has 8 million
+MAX_DEPTH = 20  # of lists and mappings within each other
+MAX_NODES = 50_000  # values in a YAML file, those behind an alias counted each time
+MAX_TENSORS = 50_000  # in one file
+MAX_HEADER = 10_000_000  # bytes of names and shapes of tensors
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """The content of a regular file: no device, which has no end, and no pipe, which may have no beginning.
+
+    Args:
+        path: of the file.
+        limit: bytes at most.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is too long.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if limit is not None and about.st_size > limit:
+        raise ValueError(f"it has {about.st_size:,} bytes; at most {limit:,} are read")
+    with open(path, "rb") as file:
+        return file.read() if limit is None else file.read(limit)
+
+
+def read_yaml(path: Path) -> Any:
+    """Plain values from a YAML file of somebody.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not YAML, or larger or deeper than a configuration can be.
+    """
+    return parse_yaml(read_bytes(path, MAX_YAML))
+
+
+def parse_yaml(text: str | bytes, *, plain: bool = False) -> Any:
+    """Plain values from YAML of somebody.
+
+    Args:
+        text: in UTF-8 if it is bytes.
+        plain: leave numbers and the like as text.
+    """
+    if len(text) > MAX_YAML:
+        raise ValueError(f"it has {len(text):,} characters; at most {MAX_YAML:,} are read")
+    try:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        return yaml.load(decoded, Loader=_BoundedTextLoader if plain else _BoundedLoader)
+    except Exception as error:  # Its readers of numbers, dates and so on fail in any way they like.
+        raise ValueError(_line(error)) from error
+
+
+def read_json(path: Path) -> Any:
+    """Plain values from a JSON file of somebody.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON, or larger or deeper than one of ours can be.
+    """
+    return parse_json(read_bytes(path, MAX_JSON))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Plain values from JSON of somebody; a `ValueError` if it is none, or nests too deep."""
+    if len(text) > MAX_JSON:
+        raise ValueError(f"it has {len(text):,} characters; at most {MAX_JSON:,} are read")
+    try:
+        tree = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it nests more than {MAX_DEPTH} deep") from None
+    level = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
+        if not level:
+            return tree
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+    raise ValueError(f"it nests more than {MAX_DEPTH} deep")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file of somebody.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file, or has more tensors than a network can have.
+    """
+    return parse_tensors(read_bytes(path))
+
+
+def parse_tensors(content: bytes) -> dict[str, Tensor]:
+    """The tensors of safetensors of somebody; a `ValueError` if they cannot be read, or are too many."""
+    length = int.from_bytes(content[:8], "little")
+    if length > MAX_HEADER:
+        raise ValueError(f"it has {length:,} bytes of names of tensors; at most {MAX_HEADER:,} are read")
+    if (count := content.count(b'"dtype"', 8, 8 + length)) > MAX_TENSORS:
+        raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
+    try:
+        return load(content)
+    except Exception as error:  # A kind of number that torch has not, a shape beyond 64 bits, ...
+        raise ValueError(_line(error)) from error
+
+
+class _Bounded:
+    """Counts what a YAML document holds while it is read."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)  # type: ignore[call-arg]
+        self.depth, self.count = 0, 0
+        self.sizes: dict[int, int] = {}  # by the id of a finished node
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value, with all within it."""
+        before, alias = self.count, self.check_event(yaml.AliasEvent)  # type: ignore[attr-defined]
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"it nests more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)  # type: ignore[misc]
+        # Behind an alias stands a whole tree, which others will walk through: a few lines can stand for billions.
+        # One that is not finished holds itself, and has no end.
+        self.count += self.sizes.get(id(node), MAX_NODES) if alias else 1
+        if self.count > MAX_NODES:
+            raise ValueError(f"it has more than {MAX_NODES:,} values")
+        self.sizes.setdefault(id(node), self.count - before)
+        self.depth -= 1
+        return node
+
+
+class _BoundedLoader(_Bounded, yaml.SafeLoader):
+    pass
+
+
+class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
+    pass
+
+
+def _line(error: Exception) -> str:
+    """What an exception says, as one line."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= 300 else f"{words[:300]} ..."
