@@ -617,7 +617,7 @@ def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
     os.mkfifo(tmp_path / "pipe.npz")
     for command in (["export", str(run), "-o"], ["embed", str(run), str(pictures), "-o"]):
         assert cli.main([*command, str(tmp_path / "pipe.npz")]) == 2
-        assert "pipe.npz is no file and is not replaced" in capsys.readouterr().err
+        assert "pipe.npz is not a file" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path / "nowhere" / "a.npz")]) == 2
         assert f"there is no folder {tmp_path / 'nowhere'}; make it first" in capsys.readouterr().err
     assert (tmp_path / "pipe.npz").is_fifo()

@@ -137,7 +137,7 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
         UserError: there is a folder or a device of that name.
     """
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file and is not replaced; type another name")
+        raise UserError(f"{path} is not a file, and is left as it is; type another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     temporary.unlink(missing_ok=True)  # Of a process that was killed and had the same number.
