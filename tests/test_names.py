@@ -1,6 +1,7 @@
 """Texts from outside: every name can be read, no two names become one, and a terminal obeys none."""
 
 import io
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -54,8 +55,11 @@ def test_the_console_shows_what_a_terminal_would_obey(monkeypatch: pytest.Monkey
     assert shown.count("\\x1b") == 5
 
 
-def test_errors_show_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "run.dir=\x1b[2Jx", "data=folder", "data.root=/no\x1b[31mwhere\udce9"]) == 2
+def test_errors_show_it_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["evaluate", str(tmp_path / "no\udce9where")]) == 2
+    assert "no\\xe9where" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["train", "run.dir=\x1b[2Jx"])
     error = capsys.readouterr().err
     assert "\x1b" not in error
-    assert "where\\xe9" in error
+    assert "holds a character that cannot be printed" in error

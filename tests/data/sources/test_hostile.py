@@ -280,14 +280,21 @@ class TestImages:
 
     @pytest.mark.parametrize(("command", "what"), [("data", "decoding images"), ("train", "training on 128 images")])
     def test_images_beyond_the_memory_are_refused_with_their_size(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, what: str
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        command: str,
+        what: str,
     ) -> None:
-        """One of them is 12 TB, or 4 TB and more as Pillow has it."""
+        """One of them takes 12 GB, and the machine has 8."""
         paint(tmp_path)
-        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.image_size=2000000"]
+        pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}
+        monkeypatch.setattr("os.sysconf", lambda name: pages[name])
+        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.image_size=65000"]
         first = ["data", "folder"] if command == "data" else ["train", "data=folder", "profile=paper", "--yes"]
         assert cli.main([*first, *words, f"run.dir={tmp_path / 'run'}"]) == 2
         error = capsys.readouterr().err
-        assert f"data.image_size=2000000: {what}" in error
+        assert f"data.image_size=65000: {what}" in error
         assert "GB of memory, and" in error
         assert not list((tmp_path / "cache").glob("folder-[0-9a-f]*"))
