@@ -33,12 +33,19 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_atomically(path: Path, content: bytes, *, sync: bool = True, private: bool = False) -> None:
+    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        sync: wait until it is on the disk.
+        private: nobody else may read it, nor list the folders that are made for it.
+    """
+    make_private(path.parent) if private else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=private_file if private else None) as file:
             file.write(content)
             file.flush()
             if sync:
@@ -47,6 +54,17 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_file(path: str, flags: int) -> int:
+    """An `opener` for `open`: a file that is made is for this user alone."""
+    return os.open(path, flags, 0o600)
 
 
 def clear_unfinished(folder: Path) -> None:

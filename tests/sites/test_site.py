@@ -331,6 +331,47 @@ def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
     assert wire.text({"error": reason}, "error") == reason
 
 
+# --- the site's privacy budget ----------------------------------------------------------------------------------------
+
+
+def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_path: Path) -> None:
+    """The coordinator chooses the name: one answer spends 0.79, two 1.16, so a budget of 1 is one answer for ever."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    words, answered = ("privacy.clip=1", "privacy.noise=10"), 0
+    for run in (RUN, "f" * 16, "e" * 16):
+        said: list[str] = []
+        site = make_site(*words, "privacy.max_epsilon=1", said=said)
+        assert "error" not in site.answer(wire.HELLO, Content({**hello(*words).meta, "run": run}, {})).meta
+        found = site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run=run))
+        answered += bool(found.tensors)
+    assert answered == 1
+    assert "answer 2 of this site would spend epsilon=1.1" in found.meta["error"]
+    assert "privacy: epsilon=0.79 of privacy.max_epsilon=1 spent, over all runs so far" in said
+    (tmp_path / "state" / "ledger.json").unlink()
+    site = make_site(*words, "privacy.max_epsilon=1")
+    site.answer(wire.HELLO, hello(*words))
+    assert "their record is lost" in error(site, wire.TRAIN, train(site.run.trainer.first_state().tensors()))
+
+
+def test_an_answer_is_written_down_before_it_leaves(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk nothing leaves."""
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedx_pl.sites.ledger.write_atomically", full)
+        assert error(site, wire.TRAIN, train(first)).startswith("OSError")
+    assert site.ledger.answers() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Memories, "save", full)  # Killed right after: it counts all the same.
+        assert error(site, wire.TRAIN, train(first)).startswith("OSError")
+    assert site.ledger.answers() == {0.0: 1}
+
+
 # --- private state on disk --------------------------------------------------------------------------------------------
 
 
@@ -405,11 +446,11 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
 
     write = module.write_atomically
 
-    def die(path: Path, content: bytes) -> None:
+    def die(path: Path, content: bytes, **settings: bool) -> None:
         if path.name == killed_at:
             (path.parent / f".{path.name}.1.tmp").write_bytes(content[: len(content) // 2])
             raise KeyboardInterrupt
-        write(path, content)
+        write(path, content, **settings)
 
     monkeypatch.setattr(module, "write_atomically", die)
     with pytest.raises(KeyboardInterrupt):

@@ -1,5 +1,6 @@
 """What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
 
+    STATE/ledger.json                      every answer that has left this site, see `Ledger`
     STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
     STATE/RUN/memory.json                  its counters and checksums, by round
 
@@ -8,7 +9,6 @@ update. So a round that is repeated, or an update that was lost or dropped, leav
 """
 
 import json
-import math
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,12 +28,13 @@ from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.privacy import PrivacyOptions, epsilon
+from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.files import checksum, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.seeding import derive
 from fedx_pl.sites import wire
+from fedx_pl.sites.ledger import Ledger
 from fedx_pl.sites.wire import BadMessage, Content
 
 # What a coordinator decides; where images lie and what they run on is the site's own.
@@ -83,6 +84,7 @@ class Site:
         self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
         # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
         self.own = configuration.compose(["data=folder", "profile=paper", *own])
+        self.ledger = Ledger(state)
         self._ready: tuple[str, dict[str, Any]] | None = None
 
     def answer(self, kind: str, content: Content) -> Content | None:
@@ -140,6 +142,9 @@ class Site:
         self._ready = run, tree
         method = config.method.name + (" with FedX" if config.fedx.enabled else "")
         self.report(f"joined run {run}: {method} on {len(self.rows):,} images of this site")
+        if limit := self.own.privacy.max_epsilon:
+            spent = self.ledger.spent(self.own.privacy.delta)
+            self.report(f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far")
 
     def _config(self, tree: dict[str, Any]) -> Config:
         if unknown := tree.keys() - {*SHARED, "data"}:
@@ -184,30 +189,17 @@ class Site:
             batchnorm=config.federation.batchnorm,
         )
         _require_same(content.tensors, self.run.trainer.first_state().tensors())
-        self._require_budget()
+        self.ledger.require_budget(self.own.privacy, config.privacy.noise)
         memory, found = self._memory(meta)
         seed = derive(config.seed, "data", number, client)
         data = self.run.data.batches(self.rows, seed, model=self.run.model, device=self.local.device)
         self.report(f"round {number}: training")
         update = self.local.run(context, client=client, data=data, memory=memory)
+        self.ledger.add(config.privacy.noise)  # Before anything else is kept: it may count too much, never too little.
         self.memories.save(update.memory)
-        self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state.tensors())
-
-    def _require_budget(self) -> None:
-        """Every answer is a release, also one to a round that is asked for twice."""
-        own, noise = self.own.privacy, self.run.config.privacy.noise
-        if not own.max_epsilon:
-            return
-        answers = self.memories.answers() + 1
-        spent = epsilon(noise, answers, own.delta) if noise else math.inf
-        if spent > own.max_epsilon:
-            raise UserError(
-                f"answer {answers} would spend epsilon={spent:.2f}, this site allows privacy.max_epsilon="
-                f"{own.max_epsilon:g}"
-            )
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
         """What this site remembers of the round that the coordinator names, and whether it has found it."""
@@ -273,25 +265,14 @@ class Memories:
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
         content = tensor_bytes(memory.tensors())
-        write_atomically(self.folder / _file_name(memory.last_round), content)
+        write_atomically(self.folder / _file_name(memory.last_round), content, private=True)
         records = self._records() | {memory.last_round: checksum(content)}
         kept = {
             str(round_number): sha
             for round_number, sha in records.items()
             if (self.folder / _file_name(round_number)).exists()
         }
-        write_atomically(self._file, json.dumps(kept, indent=1).encode())
-
-    def answers(self) -> int:
-        """Updates that this site has made in the run."""
-        try:
-            return int((self.folder / "answers").read_text())
-        except (OSError, ValueError):
-            return 0
-
-    def count_answer(self) -> None:
-        """One more, before it leaves."""
-        write_atomically(self.folder / "answers", str(self.answers() + 1).encode())
+        write_atomically(self._file, json.dumps(kept, indent=1).encode(), private=True)
 
     def _records(self) -> dict[int, str]:
         try:
