@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
+from fedx_pl.encoder.load import Encoder
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory
 from fedx_pl.methods.base import State
@@ -329,6 +330,59 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
 def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
     reason = error(make_site(), wire.HELLO, hello(**{"\x1b[2Jevil\n" + "x" * 3000: {}}))
     assert wire.text({"error": reason}, "error") == reason
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def end(outcome: str, state: State | None = None, **changed: Any) -> Content:
+    return Content({"run": RUN, "outcome": outcome, "round": 5} | changed, state or {})
+
+
+def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(make_site: MakeSite, images: Path) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    state = {name: tensor + 1 for name, tensor in site.run.trainer.first_state().tensors().items()}
+    assert site.answer(wire.END, end(wire.FINISHED, state)).meta == {"site": "a"}
+    assert site.ended == wire.FINISHED
+    folder = site.state / RUN / "encoder"
+    assert said[-2] == "the federation has finished, after round 5"
+    assert said[-1] == f"the encoder is in {folder}; next: fedx-pl embed {folder} {images}"
+    encoder = Encoder.of(folder)
+    weights = {f"backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
+    assert parts.same(weights, {name: tensor for name, tensor in state.items() if name.startswith("backbone.")})
+    assert (encoder.side, encoder.channels) == (16, 3)
+
+
+def test_a_site_ends_without_an_encoder_if_it_gets_none_or_a_wrong_one(make_site: MakeSite) -> None:
+    for state, line in (
+        ({}, "the coordinator leaves no encoder here"),
+        ({"w": torch.ones(1)}, "is only on one side"),
+    ):
+        said: list[str] = []
+        site = make_site(said=said)
+        site.answer(wire.HELLO, hello())
+        site.answer(wire.END, end(wire.FINISHED, state))
+        assert site.ended == wire.FINISHED
+        assert line in said[-1]
+        assert not (site.state / RUN / "encoder").exists()
+    site = make_site(said=said)
+    site.answer(wire.END, end(wire.FINISHED, {"w": torch.ones(1)}))
+    assert site.ended == wire.FINISHED
+    assert "has taken no part" in said[-1]
+
+
+def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(make_site: MakeSite) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.END, end(wire.STOPPED))
+    assert site.ended == wire.STOPPED
+    assert "may go on later" in said[-1]
+    site.answer(wire.END, end(wire.REFUSED, reason="no images in /here"))
+    assert (site.ended, site.refusal) == (wire.REFUSED, "no images in /here")
+    assert "outcome=gone" in error(site, wire.END, end("gone"))
+    assert "reason is not a short text" in error(site, wire.END, end(wire.REFUSED, reason="\x1b[2J"))
 
 
 # --- the site's privacy budget ----------------------------------------------------------------------------------------

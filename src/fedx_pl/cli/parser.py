@@ -227,6 +227,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     server.add_argument("--port", type=int, default=8000, help="to listen on")
     server.add_argument("--wait", type=float, default=600, help="seconds the first round waits for all sites")
     server.add_argument("--timeout", type=float, default=86400, help="seconds a round waits for a site's answer")
+    server.add_argument("--no-encoder", action="store_true", help="leave no trained encoder with the sites at the end")
     server.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
     server.set_defaults(command="federate", kind="server")
     client = kinds.add_parser(
@@ -243,6 +244,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     client.add_argument("--state", type=Path, metavar="FOLDER", help="for this site's private state; fedx-site-NAME")
     client.add_argument("--name", default="", help="of this site, with --insecure; the name of its folder of images")
     client.add_argument("--allow-code", action="store_true", help="let the coordinator name methods as module:Class")
+    client.add_argument("--stay", action="store_true", help="wait for the next federation when one has finished")
     client.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
     client.set_defaults(command="federate", kind="client")
     return [keys, server, client]

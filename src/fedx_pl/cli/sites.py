@@ -74,7 +74,14 @@ def _coordinate(options: argparse.Namespace) -> None:
         try:
             _, side, _, channels = images.train.images.shape
             offered = site.offer(config, channels, side, value_range=images.value_range)
-            engine = FlowerEngine(trainer, link, offered, wait=options.wait, timeout=options.timeout)
+            engine = FlowerEngine(
+                trainer,
+                link,
+                offered,
+                wait=options.wait,
+                timeout=options.timeout,
+                leave_encoder=not options.no_encoder,
+            )
         except BaseException:
             link.close()
             raise
@@ -88,7 +95,7 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 
 def client(options: argparse.Namespace) -> None:
-    """A site: takes part until it is stopped."""
+    """A site: takes part until the federation has finished, or until it is stopped."""
     own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
@@ -122,7 +129,13 @@ def client(options: argparse.Namespace) -> None:
     say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with held, suppress(KeyboardInterrupt):
-        _serve(here, address, None if options.insecure else known.ca, private=known.private, say=say)
+        ca = None if options.insecure else known.ca
+        _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
+        if here.refusal:
+            raise UserError(
+                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start this site again"
+            )
+        return
     say("left the federation; start the same command to join again")
 
 
@@ -166,19 +179,27 @@ def _server_config(options: argparse.Namespace) -> Config:
     return replace(config, run=run)
 
 
-def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: Callable) -> None:
-    """Answers messages, and connects again whenever the coordinator was away."""
+def _serve(
+    here: site.Site,
+    address: str,
+    ca: Path | None,
+    private: ec.EllipticCurvePrivateKey,
+    say: Callable[[str], None],
+    stay: bool,
+) -> None:
+    """Answers messages, and connects again whenever the coordinator was away, until the federation has ended."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
 
+    last = (wire.REFUSED,) if stay else (wire.REFUSED, wire.FINISHED)
     silent, refused, connection = False, 0.0, here.state / "connection"
-    while True:
+    while here.ended not in last:
         node = None
         try:
             node = Node(address, ca, private, before=_number(connection))
             connection.write_text(str(node.number))
             say("connected; waiting for rounds")
             silent, refused = False, 0.0
-            while True:
+            while here.ended not in last:
                 incoming = node.next()
                 if incoming is None:
                     time.sleep(POLL_SECONDS)
@@ -188,7 +209,7 @@ def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticC
                 elif (found := here.answer(incoming.kind, incoming.content)) is not None:
                     node.answer(incoming, found)
         except Unreachable as error:
-            if not silent:
+            if not silent and here.ended not in last:
                 say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
             silent = True
         except Refused as error:
@@ -205,8 +226,9 @@ def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticC
                 node.close(leave=True)
             raise
         if node is not None:
-            node.close(leave=False)
-        time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
+            node.close(leave=here.ended in last)
+        if here.ended not in last:
+            time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
 
 
 def _number(file: Path) -> int | None:

@@ -3,6 +3,7 @@
     STATE/ledger.json                      every answer that has left this site, see `Ledger`
     STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
     STATE/RUN/memory.json                  its counters and checksums, by round
+    STATE/RUN/encoder/                     a run folder with the last weights, if the coordinator leaves them here
 
 Which state a round starts from is the coordinator's to say: the one of the last round in which it took this site's
 update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
@@ -10,6 +11,7 @@ update. So a round that is repeated, or an update that was lost or dropped, leav
 
 import json
 import re
+import shlex
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -27,11 +29,14 @@ from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import checksum, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, make_private, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
+from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
 from fedx_pl.sites import wire
 from fedx_pl.sites.ledger import Ledger
@@ -85,6 +90,8 @@ class Site:
         # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
         self.own = configuration.compose(["data=folder", "profile=paper", *own])
         self.ledger = Ledger(state)
+        self.ended = ""  # how the federation ended, as of `wire.END`
+        self.refusal = ""
         self._ready: tuple[str, dict[str, Any]] | None = None
 
     def answer(self, kind: str, content: Content) -> Content | None:
@@ -98,6 +105,9 @@ class Site:
                 return Content(self._hello(content.meta), {})
             if kind == wire.TRAIN:
                 return self._train(content)
+            if kind == wire.END:
+                self._end(content)
+                return Content({"site": self.name}, {})
             raise BadMessage(f"a message of kind {kind!r}")
         except NotGreeted:
             return None
@@ -200,6 +210,39 @@ class Site:
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state.tensors())
+
+    def _end(self, content: Content) -> None:
+        """The coordinator's last word. What fails here does not keep a site from ending."""
+        outcome = wire.text(content.meta, "outcome")
+        if outcome == wire.REFUSED:
+            self.refusal = wire.text(content.meta, "reason")
+        elif outcome == wire.STOPPED:
+            self.report("the coordinator has stopped, and may go on later; Ctrl-C ends this site")
+        elif outcome != wire.FINISHED:
+            raise BadMessage(f"outcome={outcome}")
+        self.ended = outcome
+        if outcome == wire.FINISHED:
+            number = wire.whole(content.meta, "round")
+            self.report(f"the federation has finished, after round {number}")
+            self._keep_encoder(content, number)
+
+    def _keep_encoder(self, content: Content, number: int) -> None:
+        """Saves the last weights as a run folder, which all commands that use an encoder take."""
+        if not content.tensors:
+            self.report("the coordinator leaves no encoder here")
+            return
+        if self._ready is None or self._ready[0] != content.meta.get("run"):
+            self.report("this site has taken no part since it was started, so it keeps no encoder")
+            return
+        _require_same(content.tensors, self.run.trainer.first_state().tensors())
+        folder, config = self.memories.folder / "encoder", self.run.config
+        make_private(folder)
+        write_record(folder, code_record(self.run.trainer, self.run.model, self.run.data))
+        write_atomically(folder / "config.yaml", config.to_yaml().encode(), private=True)
+        state = RunState(round=number, config=config.hash)
+        Checkpoints(folder, keep=1).commit(state, GlobalState.from_tensors(content.tensors))
+        images = shlex.quote(config.data.root)
+        self.report(f"the encoder is in {folder}; next: fedx-pl embed {shlex.quote(str(folder))} {images}")
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
         """What this site remembers of the round that the coordinator names, and whether it has found it."""
