@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import stat
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from safetensors.torch import load_file
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
 from fedx_pl.encoder.load import Encoder
+from fedx_pl.errors import UserError
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory
+from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import State
 from fedx_pl.sites import wire
+from fedx_pl.sites.limits import require_within
 from fedx_pl.sites.site import KEPT_ROUNDS, Memories, Site, offer
 from fedx_pl.sites.wire import Content
 
@@ -325,6 +330,108 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
     assert "CUDA out of memory" in said[-1]
     monkeypatch.undo()
     assert "error" not in site.answer(wire.TRAIN, train(first)).meta
+
+
+class Panic(BaseException):
+    """As native code raises it: Rust's panics are no `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [wire.HELLO, wire.TRAIN])
+def test_a_panic_of_native_code_is_an_answer_and_its_traceback_is_in_a_log(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+
+    def panic(*_: Any, **__: Any) -> None:
+        raise Panic("index out of bounds\nnote: run with a backtrace")
+
+    monkeypatch.setattr(LocalTrainer, "run", panic)
+    monkeypatch.setattr("fedx_pl.sites.site.load_images", panic)
+    content = train(first) if kind == wire.TRAIN else hello("optim.lr=0.5")
+    assert error(site, kind, content) == "Panic; the site's own terminal tells more"
+    assert "(Panic: index out of bounds note: run with a backtrace)" in said[-1]
+    assert "Traceback" not in "".join(said)
+    log = site.state / "errors.log"
+    assert "Traceback" in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    monkeypatch.setattr("fedx_pl.sites.site.MAX_LOG", 10)
+    error(site, kind, content)
+    assert log.read_text().count("Traceback") == 1  # A coordinator cannot fill the disk with it.
+
+
+def test_ctrl_c_is_the_owner_s_and_ends_the_site(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedx_pl.sites.site.load_images", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_site().answer(wire.HELLO, hello())
+
+
+# --- what a coordinator may ask ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "reason"),
+    [
+        ((), ("federation.epochs=1001",), "asks for 1,001 epochs in a round; this site allows site.max_epochs=1000"),
+        ((), ("augment.size=5000",), "asks for 5,000 pixels on a side; this site allows site.max_side=4096"),
+        (("site.max_cache_gb=0.00001",), (), "GB of decoded images; this site allows site.max_cache_gb=1e-05"),
+        ((), ("backbone.width=60000",), "GB of memory at least; this site allows site.max_memory_gb="),
+        ((), ("backbone.width=1000000000000",), "network that cannot be made"),
+        ((), ("method.hidden_dim=1000000000",), "GB of memory at least"),
+        (("site.max_memory_gb=0.0000001",), (), "GB of memory at least; this site allows site.max_memory_gb=1e-07"),
+        (("site.max_epochs=2",), ("federation.epochs=3",), "site.max_epochs=2"),
+    ],
+)
+def test_more_than_a_site_allows_is_refused_before_anything_is_decoded(
+    make_site: MakeSite, tmp_path: Path, own: tuple[str, ...], words: tuple[str, ...], reason: str
+) -> None:
+    assert reason in error(make_site(*own), wire.HELLO, hello(*words))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_images_larger_than_the_disk_are_refused(make_site: MakeSite) -> None:
+    """24 images of a million pixels on a side."""
+    data = offer(config(), 3, 1_000_000)["data"]
+    reason = error(make_site("site.max_side=2000000", "site.max_cache_gb=1e9"), wire.HELLO, hello(data=data))
+    assert "asks for 72,000.0 GB of decoded images" in reason
+    assert "type data.cache=ANOTHER" in reason
+    assert "site.max_side=4096" in error(make_site(), wire.HELLO, hello(data=data))
+
+
+def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(make_site: MakeSite) -> None:
+    site = make_site("site.max_seconds=0")
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+    assert "site.max_seconds=0" in error(site, wire.TRAIN, train(first))
+    assert site.ledger.answers() == {}  # Nothing has left.
+    patient = make_site()
+    patient.answer(wire.HELLO, hello())
+    expected = patient.answer(wire.TRAIN, train(first))
+    site.own = patient.own
+    assert parts.same(site.answer(wire.TRAIN, train(first)).tensors, expected.tensors)
+
+
+@pytest.mark.parametrize(
+    "words", [(f"method={name}", f"fedx={fedx}") for name in BUILT_IN for fedx in ("true", "false")]
+)
+def test_what_any_method_needs_is_found_without_its_memory(words: tuple[str, ...], images: Path) -> None:
+    asked = compose([*parts.WORDS, *words, f"data.root={images}", "backbone.width=64", "optim.batch_size=24"])
+    require_within(asked.site, asked, asdict(asked))
+    small = replace(asked.site, max_memory_gb=0.03)
+    with pytest.raises(UserError, match="GB of memory at least"):  # 4.9 million weights alone are 0.06 GB, thrice.
+        require_within(small, asked, asdict(asked))
+
+
+def test_limits_of_a_site_are_not_part_of_what_a_run_is() -> None:
+    usual, other = compose([*parts.WORDS]), compose([*parts.WORDS, "site.max_epochs=7", "site.max_side=64"])
+    assert usual.hash == other.hash
+    assert usual.content() == other.content()
+    assert "site" not in usual.content()
 
 
 def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:

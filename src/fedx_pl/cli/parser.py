@@ -235,7 +235,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         help="take part with the images of this site",
         usage="fedx-pl federate client --data IMAGES --keys FOLDER [--server HOST:PORT] [run.device=cuda ...]",
     )
-    _add_overrides(client, "run.*, data.* and privacy.* keys of this site")
+    _add_overrides(client, "run.*, data.*, privacy.* and site.* keys of this site")
     client.add_argument(
         "--data", type=Path, required=True, metavar="IMAGES", help="folder of this site's images; it is only read"
     )

@@ -96,10 +96,11 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 def client(options: argparse.Namespace) -> None:
     """A site: takes part until the federation has finished, or until it is stopped."""
-    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
+    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy.", "site."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
-            f"{other[0]} is the coordinator's to set; a site has run.*, data.* and privacy.* keys, e.g. run.device=cpu"
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and site.* keys, e.g. "
+            f"run.device=cpu"
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
@@ -221,10 +222,13 @@ def _serve(
                     f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
                     f"key in KEYS/server/sites, and see that this machine's clock is right"
                 ) from error
-        except BaseException:
+        except (KeyboardInterrupt, SystemExit, UserError):
             if node is not None:
                 node.close(leave=True)
             raise
+        except BaseException as error:  # Whatever Flower, or native code below it, does with bytes that came.
+            here.report_fault("failed; connecting again", error)
+            silent = True
         if node is not None:
             node.close(leave=here.ended in last)
         if here.ended not in last:

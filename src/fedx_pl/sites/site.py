@@ -12,6 +12,7 @@ update. So a round that is repeated, or an update that was lost or dropped, leav
 import json
 import re
 import shlex
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -34,11 +35,11 @@ from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import checksum, make_private, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, make_private, private_file, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
-from fedx_pl.sites import wire
+from fedx_pl.sites import limits, wire
 from fedx_pl.sites.ledger import Ledger
 from fedx_pl.sites.wire import BadMessage, Content
 
@@ -48,6 +49,7 @@ SHARED = (
 )  # fmt: skip
 HEALTH_IMAGES = 512
 KEPT_ROUNDS = 3
+MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep; then the log begins anew
 
 
 def offer(config: Config, channels: int, side: int, value_range: Sequence[float] | None = None) -> dict[str, Any]:
@@ -115,10 +117,32 @@ class Site:
             reason = wire.plain(error)
             mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
             self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
-        except Exception as error:  # A full disk, a GPU out of memory: another round may go well.
+        except (KeyboardInterrupt, SystemExit):
+            raise  # The site's own user.
+        # A full disk, a GPU out of memory: another round may go well. A panic of native code is no `Exception`.
+        except BaseException as error:
             reason = f"{type(error).__name__}; the site's own terminal tells more"
-            self.report(f"failed at what the coordinator asks for\n{traceback.format_exc()}")
+            self.report_fault("failed at what the coordinator asks for", error)
         return Content({"site": self.name, "error": reason}, {})
+
+    def report_fault(self, what: str, error: BaseException) -> None:
+        """One line for people, and the traceback in a log of this site's own.
+
+        Args:
+            what: happened.
+            error: why.
+        """
+        log = self.state / "errors.log"
+        try:
+            make_private(self.state)
+            mode = "a" if log.exists() and log.stat().st_size < MAX_LOG else "w"
+            with open(log, mode, opener=private_file) as file:
+                file.write(time.strftime("%Y-%m-%d %H:%M:%S\n"))
+                file.writelines(traceback.format_exception(error))
+            where = f"; {log} tells more"
+        except OSError as failure:
+            where = f"; {log} cannot be written ({failure.strerror})"
+        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}){where}")
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
         run, tree = wire.text(meta, "run"), meta.get("config")
@@ -131,6 +155,7 @@ class Site:
     def _prepare(self, run: str, tree: dict[str, Any]) -> None:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
+        limits.require_within(self.own.site, config, tree)
         data = load_images(config, self.report)
         if data.value_range and not config.data.value_range:
             # Left to itself each site would take its own range, and one value would mean different things.
@@ -147,7 +172,8 @@ class Site:
         self.rows = np.arange(len(data.train.images))
         self.run = build(config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients))
         settings = self.run.trainer.local_settings()
-        self.local = LocalTrainer(self.run.model, device=self.run.trainer.device, secret_noise=True, **settings)
+        device = self.run.trainer.device
+        self.local = LocalTrainer(self.run.model, device=device, secret_noise=True, tick=self._tick, **settings)
         self.memories = Memories(self.state / run)
         self._ready = run, tree
         method = config.method.name + (" with FedX" if config.fedx.enabled else "")
@@ -173,7 +199,7 @@ class Site:
         self._require_privacy(told.privacy)
         data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
         data["value_range"] = told.data.value_range or self.own.data.value_range
-        return replace(told, data=replace(self.own.data, **data), run=self.own.run)
+        return replace(told, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site)
 
     def _require_privacy(self, told: PrivacyOptions) -> None:
         """The coordinator may ask for more protection than this site wants, but not for less."""
@@ -204,12 +230,19 @@ class Site:
         seed = derive(config.seed, "data", number, client)
         data = self.run.data.batches(self.rows, seed, model=self.run.model, device=self.local.device)
         self.report(f"round {number}: training")
+        self._until = time.monotonic() + self.own.site.max_seconds
         update = self.local.run(context, client=client, data=data, memory=memory)
         self.ledger.add(config.privacy.noise)  # Before anything else is kept: it may count too much, never too little.
         self.memories.save(update.memory)
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state.tensors())
+
+    def _tick(self) -> None:
+        if time.monotonic() > self._until:
+            raise UserError(
+                f"the round takes longer than this site allows, site.max_seconds={self.own.site.max_seconds:g}"
+            )
 
     def _end(self, content: Content) -> None:
         """The coordinator's last word. What fails here does not keep a site from ending."""
