@@ -533,6 +533,48 @@ def test_an_answer_is_written_down_before_it_leaves(make_site: MakeSite, monkeyp
     assert site.ledger.answers() == {0.0: 1}
 
 
+# --- decoded copies of the site's images ------------------------------------------------------------------------------
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """Files and folders that somebody else could read; only files in folders that others can enter."""
+    found = [path for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
+    return [str(path.relative_to(folder)) for path in found]
+
+
+@pytest.mark.parametrize("word", ["data.cache=", "data.cache=none"])
+def test_decoded_copies_are_private_and_go_when_the_site_does(make_site: MakeSite, word: str) -> None:
+    site = make_site(word)
+    assert site.copies == site.state / ".decoded-images"
+    site.answer(wire.HELLO, hello())
+    site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors()))
+    assert len(list(site.copies.glob("*/images.npy"))) == 1
+    assert not open_to_others(site.state)
+    site.answer(wire.HELLO, hello(data=offer(config(), 3, 24)["data"]))
+    (copy,) = site.copies.glob("*/images.npy")  # The coordinator asks for another size: the former copy is gone.
+    assert np.load(copy).shape == (24, 24, 24, 3)
+    assert make_site(word).copies == site.copies  # After a kill: what was left is deleted at the next start.
+    assert not site.copies.exists()
+    site.close()
+    assert (site.state / "ledger.json").exists()
+
+
+def test_a_folder_that_is_not_ours_is_not_deleted(make_site: MakeSite, tmp_path: Path) -> None:
+    (tmp_path / "state" / ".decoded-images").mkdir(parents=True)
+    (tmp_path / "state" / ".decoded-images" / "mine.png").touch()
+    make_site("data.cache=none").close()
+    assert (tmp_path / "state" / ".decoded-images" / "mine.png").exists()
+
+
+def test_copies_are_kept_where_the_site_says(make_site: MakeSite, tmp_path: Path) -> None:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    site.close()
+    (copy,) = (tmp_path / "cache").glob("*/images.npy")
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
+
+
 # --- private state on disk --------------------------------------------------------------------------------------------
 
 

@@ -186,10 +186,11 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
             help="an older round that was kept, or the best on the test images",
         )
         command.add_argument("--allow-code", action="store_true", help="let a method that brings its backbone make it")
-        command.set_defaults(overrides=[])
+    export.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")
     for command in (embed, neighbours):
         command.add_argument("images", type=Path, metavar="IMAGES", help="a folder of images; it is only read")
+        _add_overrides(command, "data.cache=FOLDER keeps decoded copies there; else they are deleted at the end")
     export.add_argument("-o", "--out", type=Path, metavar="FILE", help="RUN/encoder-FORMAT if not given")
     embed.add_argument(
         "-o",

@@ -1,12 +1,13 @@
 """``fedx-pl federate keys | server | client``: a federation of real sites."""
 
 import argparse
+import os
 import re
 import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError, require
-from fedx_pl.files import lock
+from fedx_pl.files import lock, write_atomically
 from fedx_pl.sites import keys, site, wire
 from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Link, quiet_flower
@@ -96,6 +97,14 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 def client(options: argparse.Namespace) -> None:
     """A site: takes part until the federation has finished, or until it is stopped."""
+    before = os.umask(0o077)  # Flower's files, too: nothing that a site writes is for others.
+    try:
+        _take_part(options)
+    finally:
+        os.umask(before)
+
+
+def _take_part(options: argparse.Namespace) -> None:
     own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy.", "site."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
@@ -128,8 +137,10 @@ def client(options: argparse.Namespace) -> None:
 
     here = site.Site(known.name, state, [f"data.root={options.data}", *own], report=say, allow_code=options.allow_code)
     say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
+    fate = "deleted at the end; data.cache=FOLDER keeps them" if here.copies else "kept"
+    say(f"decoded copies of its images: {here.own.data.cache}, {fate}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with held, suppress(KeyboardInterrupt):
+    with held, closing(here), suppress(KeyboardInterrupt):
         ca = None if options.insecure else known.ca
         _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
         if here.refusal:
@@ -197,7 +208,7 @@ def _serve(
         node = None
         try:
             node = Node(address, ca, private, before=_number(connection))
-            connection.write_text(str(node.number))
+            write_atomically(connection, str(node.number).encode(), private=True)
             say("connected; waiting for rounds")
             silent, refused = False, 0.0
             while here.ended not in last:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.files import checksum, size_of, sync_folder, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, private_file, size_of, sync_folder, tensor_bytes, write_atomically
 
 # What reading a file may raise that is damaged, or made by a stranger.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
@@ -306,7 +306,7 @@ class UnfinishedRound:
             return
         tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {_LOSSES: update.losses}
         content = tensor_bytes(tensors)
-        write_atomically(self._file(update.client), content, sync=False)
+        write_atomically(self._file(update.client), content, sync=False, private=True)
         told = {
             "num_images": update.num_images,
             "images_seen": update.images_seen,
@@ -322,7 +322,7 @@ class UnfinishedRound:
             "record": asdict(record),
             "told": told,
         }
-        with open(self._journal, "a") as journal:
+        with open(self._journal, "a", opener=private_file) as journal:
             journal.write(json.dumps(line) + "\n")
 
     def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedx_pl.errors import UserError, install_hint
+from fedx_pl.files import make_private, private_file
 from fedx_pl.sites import superlink, wire
 from fedx_pl.sites.keys import ServerKeys
 
@@ -83,7 +84,7 @@ class Link:
         self._address = f"127.0.0.1:{port}"
         self._coming: dict[str, Coming] = {}  # by the message it answers
         sockets = _listen(host, port)
-        self._log = open(folder / "superlink.log", "ab")  # noqa: SIM115 (as long as the process)
+        self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115 (as long as the process)
         self._secret = secrets.token_hex(32)
         self._process = self._start(sockets)
         try:
@@ -277,7 +278,7 @@ class Link:
 
 def quiet_flower(folder: Path) -> None:
     """No statistics to anyone, no look for updates, and its files in a folder of ours."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", FLWR_HOME=str(folder / "flower"))
     for name in ("NO_PROXY", "no_proxy"):  # A proxy of the house cannot reach this machine's own address.
         os.environ[name] = f"{os.environ.get(name, '')},127.0.0.1,localhost".lstrip(",")

@@ -1,6 +1,7 @@
 """What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
 
     STATE/ledger.json                      every answer that has left this site, see `Ledger`
+    STATE/.decoded-images/                 decoded copies of its images, if they are deleted at the end
     STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
     STATE/RUN/memory.json                  its counters and checksums, by round
     STATE/RUN/encoder/                     a run folder with the last weights, if the coordinator leaves them here
@@ -12,6 +13,7 @@ update. So a round that is repeated, or an update that was lost or dropped, leav
 import json
 import re
 import shlex
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from safetensors.torch import load
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import build, load_images
 from fedx_pl.config.schema import Config
+from fedx_pl.data.images import NO_CACHE, DataOptions
 from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
@@ -49,6 +52,7 @@ SHARED = (
 )  # fmt: skip
 HEALTH_IMAGES = 512
 KEPT_ROUNDS = 3
+OURS = ".fedx-pl"  # in a folder that may be deleted
 MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep; then the log begins anew
 
 
@@ -84,17 +88,30 @@ class Site:
         Args:
             name: of this site.
             state: folder for its private state.
-            own: overrides of the site itself: ``data.root=...``, ``run.device=...``.
+            own: overrides of the site itself: ``data.root=...``, ``run.device=...``. With ``data.cache=FOLDER``
+                decoded copies of its images are kept, else `close` deletes them.
             report: takes lines for people.
             allow_code: a method may be named by ``module:Class``; Python then imports the module.
         """
         self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
         # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
-        self.own = configuration.compose(["data=folder", "profile=paper", *own])
+        typed = configuration.compose(["data=folder", "profile=paper", *own])
+        self.copies: Path | None = None
+        if typed.data.cache in ("", NO_CACHE):
+            self.copies = state / ".decoded-images"
+            typed = replace(typed, data=replace(typed.data, cache=str(self.copies)))
+        self.own = typed
+        self.close()  # A site that was killed has left some.
+        self._decoded: DataOptions | None = None
         self.ledger = Ledger(state)
         self.ended = ""  # how the federation ended, as of `wire.END`
         self.refusal = ""
         self._ready: tuple[str, dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        """Deletes decoded copies of images, unless the site has typed where to keep them."""
+        if self.copies is not None and (self.copies / OURS).exists():
+            shutil.rmtree(self.copies, ignore_errors=True)
 
     def answer(self, kind: str, content: Content) -> Content | None:
         """The reply to a message; a mistake that people can mend is a reply, too.
@@ -156,6 +173,11 @@ class Site:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
         limits.require_within(self.own.site, config, tree)
+        if config.data != self._decoded:  # Or copies would grow with every size that a coordinator asks for.
+            self.close()
+        if self.copies is not None:
+            write_atomically(self.copies / OURS, b"", private=True)
+        self._decoded = config.data
         data = load_images(config, self.report)
         if data.value_range and not config.data.value_range:
             # Left to itself each site would take its own range, and one value would mean different things.
