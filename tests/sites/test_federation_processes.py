@@ -273,6 +273,10 @@ def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_p
             assert site.wait() == 0, site.output
             assert "the federation has finished, after round 1" in site.output
             assert "next: fedx-pl embed " in site.output
+            assert "deleted at the end" in site.output
+    for private in (tmp_path / "at-a" / "fedx-site-a", tmp_path / "run" / "flower"):
+        assert not [path for path in [private, *private.rglob("*")] if path.stat().st_mode & 0o077]
+    assert not list(tmp_path.rglob("images.npy"))
     (encoder,) = (tmp_path / "at-a" / "fedx-site-a").glob("*/encoder")
     assert main(["embed", str(encoder), str(images / "a"), "-o", str(tmp_path / "features.npz")]) == 0
     assert np.load(tmp_path / "features.npz")["embedding"].shape[0] == 20

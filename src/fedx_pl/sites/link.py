@@ -198,7 +198,13 @@ class Link:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_INTERNAL_")}
         # A session of its own: Ctrl-C is for the coordinator, which then ends this.
         process = subprocess.Popen(
-            command, env=environment, pass_fds=numbers, stdout=self._log, stderr=self._log, start_new_session=True
+            command,
+            env=environment,
+            pass_fds=numbers,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            umask=0o077,  # What it writes is for this user alone.
         )
         for one in sockets:
             one.close()  # It is the SuperLink's now, and ends with it.
