@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,7 @@ from fedx_pl.errors import UserError
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is decoded is kept in ./data/cache."""
+    """What is written without a name is written here."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -182,11 +183,44 @@ def test_embed_writes_npz_unless_asked_otherwise(
         assert table["embedding"].shape == (6, 32)
 
 
+@pytest.mark.parametrize("typed", ["", "data.cache=none", "data.cache=kept"])
+@pytest.mark.parametrize("command", ["embed", "neighbours"])
+def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, typed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    query = [str(pictures / "red" / "0.png")] if command == "neighbours" else []
+    assert cli.main([command, str(run), *query, str(pictures), "-o", "out.npz", *([typed] if typed else [])]) == 0
+    told = capsys.readouterr().err
+    assert not list((tmp_path / "temporary").iterdir())
+    assert not (tmp_path / "data").exists()
+    assert bool(list(tmp_path.glob("kept/*/images.npy"))) == (typed == "data.cache=kept")
+    assert ("kept in kept" if typed == "data.cache=kept" else str(tmp_path / "temporary")) in told
+
+
+def test_from_python_copies_go_when_python_ends(run: Path, pictures: Path, tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from fedx_pl.encoder.load import Encoder\n"
+        "Encoder.of(sys.argv[1]).embed_folder(pathlib.Path(sys.argv[2]), print)\n"
+        "print([oct(f.stat().st_mode)[-3:] for f in pathlib.Path(sys.argv[3]).glob('fedx-pl-*')])\n"
+    )
+    (tmp_path / "temporary").mkdir()
+    place = {"TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, "-c", script, str(run), str(pictures), str(tmp_path / "temporary")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | place)
+    assert done.stdout.splitlines()[-1] == "['700']"
+    assert not list((tmp_path / "temporary").glob("fedx-pl-*"))
+    assert not (tmp_path / "data").exists()
+
+
 def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, message in (
         (["export", str(tmp_path)], "is not a run folder"),
         (["export", str(run), "--to", "tflite"], "type --to safetensors, torchvision, torch or onnx"),
         (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
+        (["embed", str(run), str(pictures), "data.root=x"], "it takes data.cache=FOLDER"),
         (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
         (["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)], "cannot be read as an image"),
         (["neighbours", str(run), "a.png", str(pictures), "--count", "-5"], "--count=-5 is not possible; type --count"),

@@ -20,7 +20,7 @@ from fedx_pl.callbacks.angle import Angle
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.privacy import PrivacyOptions, epsilon, protect
+from fedx_pl.federation.privacy import PrivacyOptions, composed_epsilon, epsilon, protect
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods import BYOL, SimCLR
 from fedx_pl.methods.base import State
@@ -256,6 +256,30 @@ def test_epsilon_of_one_known_case() -> None:
     assert exact(1.0, 1, 1e-5) == pytest.approx(4.377, abs=1e-3)
     assert closed_form(1.0, 1, 1e-5) == pytest.approx(5.298, abs=1e-3)
     assert epsilon(2.0, 1, 1e-5) == pytest.approx(4.73, abs=0.01)
+
+
+@needs_accountant
+def test_different_noise_composes_as_one_gaussian_mechanism() -> None:
+    """Twice 6 and once 3 are 2/36 + 1/9 = 1/6, so as much as once sqrt(6); 3 and 4 are 25/144, so once 12/5."""
+    for answers, noise in (({6.0: 2, 3.0: 1}, math.sqrt(6)), ({3.0: 1, 4.0: 1}, 2.4), ({2.0: 4}, 1.0)):
+        assert composed_epsilon(answers, 1e-5) == pytest.approx(epsilon(noise, 1, 1e-5), rel=1e-9)
+
+
+@needs_accountant
+def test_the_epsilon_of_a_sum_is_the_best_over_all_orders() -> None:
+    """One mechanism of 2 standard deviations, noise 4: a / 8 + log(1 - 1/a) - (log delta + log a) / (a - 1).
+
+    At a = 10 it is 1.25 - 0.10536 + (11.51293 - 2.30259) / 9 = 2.168; the best order has hardly less.
+    """
+    assert composed_epsilon({4.0: 1}, 1e-5) == pytest.approx(2.168, rel=0.01)
+    assert composed_epsilon({4.0: 1}, 1e-5) <= 2.1681
+
+
+@needs_accountant
+def test_an_answer_without_noise_is_beyond_any_budget() -> None:
+    assert composed_epsilon({10.0: 5, 0.0: 1}, 1e-5) == math.inf
+    assert composed_epsilon({10.0: 5, 0.0: 0}, 1e-5) == epsilon(10.0, 5, 1e-5)
+    assert composed_epsilon({}, 1e-5) == 0
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------

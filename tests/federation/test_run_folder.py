@@ -85,6 +85,8 @@ def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_agai
     assert list(pending.load(1)) == []
     pending.save(1, replace(update, seconds=0.11), record)
     pending.save(1, replace(update, seconds=0.11), record)  # Trained again after a power loss: folded in once.
+    for path in [tmp_path / "pending", *(tmp_path / "pending").iterdir()]:  # It is a client's: not for other users.
+        assert not path.stat().st_mode & 0o077
     ((found, kept),) = pending.load(1)
     assert torch.equal(found.state.weights["w"], update.state.weights["w"])
     assert (found.client, found.num_images, found.images_seen, kept) == (2, 7, 9, record)

@@ -18,6 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flower, "POLL_SECONDS", 0.005)
     monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(flower, "END_SECONDS", 0.1)
 
 
 @pytest.fixture

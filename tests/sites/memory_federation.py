@@ -61,6 +61,8 @@ class Fake:
             return None
         if kind == wire.HELLO:
             return Content({"site": self.name, "images": 10}, {})
+        if kind == wire.END:
+            return Content({"site": self.name}, {})
         told = {"site": self.name, "images": 10, "seen": 10, "steps": content.meta["steps"] + 2, "remembered": True}
         return Content(told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed, content.tensors)
 

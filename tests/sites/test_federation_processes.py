@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import federation_parts as parts
+import numpy as np
 import pytest
 from helpers import PATIENCE, THREADS
 
@@ -85,7 +86,7 @@ class Federation:
         place.mkdir(exist_ok=True)
         log = place / f"{len(list(place.glob('*.log')))}.log"
         keys = self.folder / "keys" / "sites" / name
-        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), f"run.threads={THREADS}"]
+        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), "--stay", f"run.threads={THREADS}"]
         return Process(log, "federate", "client", *words, code=code)
 
     def hold(self, round: int, names: str = "c") -> None:
@@ -246,3 +247,38 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
     assert a.wait() == 0, federation.logs()
     assert "left the federation" in a.output, federation.logs()
     assert "Traceback" not in federation.logs(), federation.logs()
+
+
+def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_path: Path) -> None:
+    """Without --stay. Site c has images that cannot be used: it is refused, and ends with the reason."""
+    images, port = parts.make_images(tmp_path / "images", {"a": 20, "b": 20, "c": 0}), parts.free_port()
+    (images / "c" / "notes.txt").write_text("no image")
+    words = ["--insecure", "--server", f"127.0.0.1:{port}", f"run.threads={THREADS}"]
+    sites = {}
+    for name in "abc":
+        (tmp_path / f"at-{name}").mkdir()
+        log = tmp_path / f"at-{name}" / "log"
+        sites[name] = Process(log, "federate", "client", "--data", str(images / name), *words)
+    more = ["--insecure", "--port", str(port), "--clients", "2", "--timeout", str(PATIENCE), "--wait", str(PATIENCE)]
+    more += [f"run.dir={tmp_path / 'run'}", "federation.rounds=1"]
+    with (
+        sites["a"] as a,
+        sites["b"] as b,
+        sites["c"] as c,
+        Process(tmp_path / "log", "federate", "server", *more, *WORDS),
+    ):
+        assert c.wait() == 2, c.output
+        assert "the coordinator cannot take this site" in c.output
+        for site in (a, b):
+            assert site.wait() == 0, site.output
+            assert "the federation has finished, after round 1" in site.output
+            assert "next: fedx-pl embed " in site.output
+            assert "deleted at the end" in site.output
+    for private in (tmp_path / "at-a" / "fedx-site-a", tmp_path / "run" / "flower"):
+        assert not [path for path in [private, *private.rglob("*")] if path.stat().st_mode & 0o077]
+    assert not list(tmp_path.rglob("images.npy"))
+    (encoder,) = (tmp_path / "at-a" / "fedx-site-a").glob("*/encoder")
+    assert main(["embed", str(encoder), str(images / "a"), "-o", str(tmp_path / "features.npz")]) == 0
+    assert np.load(tmp_path / "features.npz")["embedding"].shape[0] == 20
+    for site in (a, b, c):
+        assert "Traceback" not in site.output

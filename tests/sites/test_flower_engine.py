@@ -12,6 +12,7 @@ import federation_parts as parts
 import pytest
 import torch
 from helpers import THREADS, Watching, silent
+from safetensors.torch import load_file
 
 pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
@@ -19,11 +20,13 @@ from memory_federation import Answer, Fake, MemoryLink, Trial
 
 from fedx_pl.cli.sites import coordinator_run
 from fedx_pl.config.compose import compose
+from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
+from fedx_pl.federation.round import GlobalState
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
 from fedx_pl.sites.engine import FlowerEngine, SiteBook
-from fedx_pl.sites.link import Reply
+from fedx_pl.sites.link import Connected, Reply
 from fedx_pl.sites.site import Site, offer
 from fedx_pl.sites.wire import Content
 from fedx_pl.trainer import FederatedTrainer
@@ -128,6 +131,75 @@ def test_a_bad_update_is_dropped_by_name_and_the_others_make_the_round(
     found, notes = federate(images, tmp_path, "federation.rounds=1", change={"c": change})
     assert f"round 1: dropped site c: {reason}" in notes
     assert parts.same(parts.weights(found, 1), parts.weights(expected, 1))
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def last_messages(trial: Trial) -> dict[int, Content]:
+    return {node: content for node, kind, content in trial.link.sent if kind == wire.END}
+
+
+def test_every_site_is_told_that_the_federation_has_finished_and_keeps_its_encoder(
+    images: Path, tmp_path: Path
+) -> None:
+    run, _ = federate(images, tmp_path, "federation.rounds=1")
+    expected = load_file(run / "encoder.safetensors")
+    for name in "abc":
+        (folder,) = (tmp_path / f"state-{name}").glob("*/encoder")
+        assert parts.same(Encoder.of(folder).backbone.state_dict(), expected)
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_the_coordinator_decides_whether_it_leaves_an_encoder(trial: Trial, leave: bool) -> None:
+    trial.link.join(0, Fake("a"))
+    trial.engine.choose(1)
+    trial.link.join(1, Fake("late"))
+    trial.engine.leave_encoder = leave
+    trial.trainer.state.round, trial.trainer.global_state = 4, GlobalState(weights={"w": torch.arange(3.0)})
+    trial.engine.close()
+    told = last_messages(trial)
+    assert told.keys() == {0, 1}
+    for content in told.values():
+        assert content.meta == {"run": trial.engine.book.run, "outcome": wire.FINISHED, "round": 4}
+        assert content.tensors.keys() == ({"w"} if leave else set())
+
+
+def test_a_coordinator_that_stops_early_says_so_and_gives_nothing_away(trial: Trial) -> None:
+    silent_one = Fake("a")
+    trial.link.join(0, silent_one)
+    trial.engine.choose(1)
+    trial.link.receive = lambda messages: iter(())  # type: ignore[method-assign]  # It trains and answers nobody.
+    trial.engine.close()
+    (content,) = last_messages(trial).values()
+    assert (content.meta["outcome"], content.meta["round"], content.tensors) == (wire.STOPPED, 0, {})
+    assert not trial.link.here  # The link is closed all the same.
+
+
+def test_a_site_that_comes_back_in_time_is_told_too(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower, "END_SECONDS", 60.0)
+    for node, name in enumerate("abc"):
+        trial.link.join(node, Fake(name))
+    trial.engine.choose(1)
+    away, sites, looks = trial.link.here.pop(2), trial.link.sites, itertools.count()
+
+    def come_back() -> list[Connected]:
+        if next(looks) == 3:
+            trial.link.here[2] = away
+        return sites()
+
+    trial.link.sites = come_back  # type: ignore[method-assign]
+    trial.trainer.should_stop = True
+    trial.engine.close()
+    assert last_messages(trial).keys() == {0, 1, 2}
+
+
+def test_a_site_that_cannot_take_part_is_told_why(trial: Trial) -> None:
+    trial.link.join(0, Fake("a"))
+    trial.link.join(1, lambda kind, content: Content({"site": "b", "error": "no images in /here"}, {}), key="b")
+    trial.engine.choose(1)
+    (content,) = last_messages(trial).values()
+    assert content.meta == {"run": trial.engine.book.run, "outcome": wire.REFUSED, "reason": "no images in /here"}
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import stat
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,14 @@ from safetensors.torch import load_file
 
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
+from fedx_pl.encoder.load import Encoder
+from fedx_pl.errors import UserError
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory
+from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import State
 from fedx_pl.sites import wire
+from fedx_pl.sites.limits import require_within
 from fedx_pl.sites.site import KEPT_ROUNDS, Memories, Site, offer
 from fedx_pl.sites.wire import Content
 
@@ -326,9 +332,247 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
     assert "error" not in site.answer(wire.TRAIN, train(first)).meta
 
 
+class Panic(BaseException):
+    """As native code raises it: Rust's panics are no `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [wire.HELLO, wire.TRAIN])
+def test_a_panic_of_native_code_is_an_answer_and_its_traceback_is_in_a_log(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+
+    def panic(*_: Any, **__: Any) -> None:
+        raise Panic("index out of bounds\nnote: run with a backtrace")
+
+    monkeypatch.setattr(LocalTrainer, "run", panic)
+    monkeypatch.setattr("fedx_pl.sites.site.load_images", panic)
+    content = train(first) if kind == wire.TRAIN else hello("optim.lr=0.5")
+    assert error(site, kind, content) == "Panic; the site's own terminal tells more"
+    assert "(Panic: index out of bounds note: run with a backtrace)" in said[-1]
+    assert "Traceback" not in "".join(said)
+    log = site.state / "errors.log"
+    assert "Traceback" in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    monkeypatch.setattr("fedx_pl.sites.site.MAX_LOG", 10)
+    error(site, kind, content)
+    assert log.read_text().count("Traceback") == 1  # A coordinator cannot fill the disk with it.
+
+
+def test_ctrl_c_is_the_owner_s_and_ends_the_site(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedx_pl.sites.site.load_images", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_site().answer(wire.HELLO, hello())
+
+
+# --- what a coordinator may ask ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "reason"),
+    [
+        ((), ("federation.epochs=1001",), "asks for 1,001 epochs in a round; this site allows site.max_epochs=1000"),
+        ((), ("augment.size=5000",), "asks for 5,000 pixels on a side; this site allows site.max_side=4096"),
+        (("site.max_cache_gb=0.00001",), (), "GB of decoded images; this site allows site.max_cache_gb=1e-05"),
+        ((), ("backbone.width=60000",), "GB of memory at least; this site allows site.max_memory_gb="),
+        ((), ("backbone.width=1000000000000",), "network that cannot be made"),
+        ((), ("method.hidden_dim=1000000000",), "GB of memory at least"),
+        (("site.max_memory_gb=0.0000001",), (), "GB of memory at least; this site allows site.max_memory_gb=1e-07"),
+        (("site.max_epochs=2",), ("federation.epochs=3",), "site.max_epochs=2"),
+    ],
+)
+def test_more_than_a_site_allows_is_refused_before_anything_is_decoded(
+    make_site: MakeSite, tmp_path: Path, own: tuple[str, ...], words: tuple[str, ...], reason: str
+) -> None:
+    assert reason in error(make_site(*own), wire.HELLO, hello(*words))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_images_larger_than_the_disk_are_refused(make_site: MakeSite) -> None:
+    """24 images of a million pixels on a side."""
+    data = offer(config(), 3, 1_000_000)["data"]
+    reason = error(make_site("site.max_side=2000000", "site.max_cache_gb=1e9"), wire.HELLO, hello(data=data))
+    assert "asks for 72,000.0 GB of decoded images" in reason
+    assert "type data.cache=ANOTHER" in reason
+    assert "site.max_side=4096" in error(make_site(), wire.HELLO, hello(data=data))
+
+
+def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(make_site: MakeSite) -> None:
+    site = make_site("site.max_seconds=0")
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+    assert "site.max_seconds=0" in error(site, wire.TRAIN, train(first))
+    assert site.ledger.answers() == {}  # Nothing has left.
+    patient = make_site()
+    patient.answer(wire.HELLO, hello())
+    expected = patient.answer(wire.TRAIN, train(first))
+    site.own = patient.own
+    assert parts.same(site.answer(wire.TRAIN, train(first)).tensors, expected.tensors)
+
+
+@pytest.mark.parametrize(
+    "words", [(f"method={name}", f"fedx={fedx}") for name in BUILT_IN for fedx in ("true", "false")]
+)
+def test_what_any_method_needs_is_found_without_its_memory(words: tuple[str, ...], images: Path) -> None:
+    asked = compose([*parts.WORDS, *words, f"data.root={images}", "backbone.width=64", "optim.batch_size=24"])
+    require_within(asked.site, asked, asdict(asked))
+    small = replace(asked.site, max_memory_gb=0.03)
+    with pytest.raises(UserError, match="GB of memory at least"):  # 4.9 million weights alone are 0.06 GB, thrice.
+        require_within(small, asked, asdict(asked))
+
+
+def test_limits_of_a_site_are_not_part_of_what_a_run_is() -> None:
+    usual, other = compose([*parts.WORDS]), compose([*parts.WORDS, "site.max_epochs=7", "site.max_side=64"])
+    assert usual.hash == other.hash
+    assert usual.content() == other.content()
+    assert "site" not in usual.content()
+
+
 def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
     reason = error(make_site(), wire.HELLO, hello(**{"\x1b[2Jevil\n" + "x" * 3000: {}}))
     assert wire.text({"error": reason}, "error") == reason
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def end(outcome: str, state: State | None = None, **changed: Any) -> Content:
+    return Content({"run": RUN, "outcome": outcome, "round": 5} | changed, state or {})
+
+
+def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(make_site: MakeSite, images: Path) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.HELLO, hello())
+    state = {name: tensor + 1 for name, tensor in site.run.trainer.first_state().tensors().items()}
+    assert site.answer(wire.END, end(wire.FINISHED, state)).meta == {"site": "a"}
+    assert site.ended == wire.FINISHED
+    folder = site.state / RUN / "encoder"
+    assert said[-2] == "the federation has finished, after round 5"
+    assert said[-1] == f"the encoder is in {folder}; next: fedx-pl embed {folder} {images}"
+    encoder = Encoder.of(folder)
+    weights = {f"backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
+    assert parts.same(weights, {name: tensor for name, tensor in state.items() if name.startswith("backbone.")})
+    assert (encoder.side, encoder.channels) == (16, 3)
+
+
+def test_a_site_ends_without_an_encoder_if_it_gets_none_or_a_wrong_one(make_site: MakeSite) -> None:
+    for state, line in (
+        ({}, "the coordinator leaves no encoder here"),
+        ({"w": torch.ones(1)}, "is only on one side"),
+    ):
+        said: list[str] = []
+        site = make_site(said=said)
+        site.answer(wire.HELLO, hello())
+        site.answer(wire.END, end(wire.FINISHED, state))
+        assert site.ended == wire.FINISHED
+        assert line in said[-1]
+        assert not (site.state / RUN / "encoder").exists()
+    site = make_site(said=said)
+    site.answer(wire.END, end(wire.FINISHED, {"w": torch.ones(1)}))
+    assert site.ended == wire.FINISHED
+    assert "has taken no part" in said[-1]
+
+
+def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(make_site: MakeSite) -> None:
+    said: list[str] = []
+    site = make_site(said=said)
+    site.answer(wire.END, end(wire.STOPPED))
+    assert site.ended == wire.STOPPED
+    assert "may go on later" in said[-1]
+    site.answer(wire.END, end(wire.REFUSED, reason="no images in /here"))
+    assert (site.ended, site.refusal) == (wire.REFUSED, "no images in /here")
+    assert "outcome=gone" in error(site, wire.END, end("gone"))
+    assert "reason is not a short text" in error(site, wire.END, end(wire.REFUSED, reason="\x1b[2J"))
+
+
+# --- the site's privacy budget ----------------------------------------------------------------------------------------
+
+
+def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_path: Path) -> None:
+    """The coordinator chooses the name: one answer spends 0.79, two 1.16, so a budget of 1 is one answer for ever."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    words, answered = ("privacy.clip=1", "privacy.noise=10"), 0
+    for run in (RUN, "f" * 16, "e" * 16):
+        said: list[str] = []
+        site = make_site(*words, "privacy.max_epsilon=1", said=said)
+        assert "error" not in site.answer(wire.HELLO, Content({**hello(*words).meta, "run": run}, {})).meta
+        found = site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run=run))
+        answered += bool(found.tensors)
+    assert answered == 1
+    assert "answer 2 of this site would spend epsilon=1.1" in found.meta["error"]
+    assert "privacy: epsilon=0.79 of privacy.max_epsilon=1 spent, over all runs so far" in said
+    (tmp_path / "state" / "ledger.json").unlink()
+    site = make_site(*words, "privacy.max_epsilon=1")
+    site.answer(wire.HELLO, hello(*words))
+    assert "their record is lost" in error(site, wire.TRAIN, train(site.run.trainer.first_state().tensors()))
+
+
+def test_an_answer_is_written_down_before_it_leaves(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk nothing leaves."""
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    first = site.run.trainer.first_state().tensors()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedx_pl.sites.ledger.write_atomically", full)
+        assert error(site, wire.TRAIN, train(first)).startswith("OSError")
+    assert site.ledger.answers() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Memories, "save", full)  # Killed right after: it counts all the same.
+        assert error(site, wire.TRAIN, train(first)).startswith("OSError")
+    assert site.ledger.answers() == {0.0: 1}
+
+
+# --- decoded copies of the site's images ------------------------------------------------------------------------------
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """Files and folders that somebody else could read; only files in folders that others can enter."""
+    found = [path for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
+    return [str(path.relative_to(folder)) for path in found]
+
+
+@pytest.mark.parametrize("word", ["data.cache=", "data.cache=none"])
+def test_decoded_copies_are_private_and_go_when_the_site_does(make_site: MakeSite, word: str) -> None:
+    site = make_site(word)
+    assert site.copies == site.state / ".decoded-images"
+    site.answer(wire.HELLO, hello())
+    site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors()))
+    assert len(list(site.copies.glob("*/images.npy"))) == 1
+    assert not open_to_others(site.state)
+    site.answer(wire.HELLO, hello(data=offer(config(), 3, 24)["data"]))
+    (copy,) = site.copies.glob("*/images.npy")  # The coordinator asks for another size: the former copy is gone.
+    assert np.load(copy).shape == (24, 24, 24, 3)
+    assert make_site(word).copies == site.copies  # After a kill: what was left is deleted at the next start.
+    assert not site.copies.exists()
+    site.close()
+    assert (site.state / "ledger.json").exists()
+
+
+def test_a_folder_that_is_not_ours_is_not_deleted(make_site: MakeSite, tmp_path: Path) -> None:
+    (tmp_path / "state" / ".decoded-images").mkdir(parents=True)
+    (tmp_path / "state" / ".decoded-images" / "mine.png").touch()
+    make_site("data.cache=none").close()
+    assert (tmp_path / "state" / ".decoded-images" / "mine.png").exists()
+
+
+def test_copies_are_kept_where_the_site_says(make_site: MakeSite, tmp_path: Path) -> None:
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    site.close()
+    (copy,) = (tmp_path / "cache").glob("*/images.npy")
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
 
 
 # --- private state on disk --------------------------------------------------------------------------------------------
@@ -405,11 +649,11 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
 
     write = module.write_atomically
 
-    def die(path: Path, content: bytes) -> None:
+    def die(path: Path, content: bytes, **settings: bool) -> None:
         if path.name == killed_at:
             (path.parent / f".{path.name}.1.fedx-pl.tmp").write_bytes(content[: len(content) // 2])
             raise KeyboardInterrupt
-        write(path, content)
+        write(path, content, **settings)
 
     monkeypatch.setattr(module, "write_atomically", die)
     with pytest.raises(KeyboardInterrupt):

@@ -27,7 +27,7 @@ from fedx_pl.mixins import MIXINS
 # The sections whose keys a command takes: empty for all.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "train": (), "federate server": (), "data": ("data",), "evaluate": ("evaluation", "run"), "sweep": ("data", "run"),
-    "federate client": ("data", "run", "privacy"),
+    "federate client": ("data", "run", "privacy", "site"),
 }  # fmt: skip
 
 
@@ -100,6 +100,8 @@ def _words(path: str) -> list[str]:
         "evaluate": list(EVALUATIONS),
         "sweep": ["profile=", *sorted(file.stem for file in definitions_folder().glob("*.yaml"))],
         "completion": list(SHELLS),
+        "embed": ["data.cache="],
+        "neighbours": ["data.cache="],
     }.get(path, [])
     if path not in SECTIONS:
         return own

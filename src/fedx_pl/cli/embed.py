@@ -1,18 +1,25 @@
 """``fedx-pl embed``: writes the features of a folder of images."""
 
 import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fedx_pl.callbacks import progress
+from fedx_pl.data.images import NO_CACHE
 from fedx_pl.encoder.embed import require_table, write_table
 from fedx_pl.encoder.load import Encoder
-from fedx_pl.errors import say
+from fedx_pl.errors import UserError, for_terminal, say
 
 
 def run(options: argparse.Namespace) -> None:
     """Writes the features of a folder of images."""
-
     require_table(options.out)
-    paths, features = load_encoder(options).embed_folder(options.images)
+    with decoded_copies(options.overrides) as cache:
+        encoder = load_encoder(options)
+        encoder.cache = cache
+        paths, features = encoder.embed_folder(options.images)
     write_table(options.out, paths, features)
     say(f"{options.out}: {len(paths):,} images, {features.shape[1]} features each")
 
@@ -21,3 +28,22 @@ def load_encoder(options: argparse.Namespace) -> Encoder:
     """The encoder of the run that the options name."""
     with progress.grouped_warnings(progress.make_console()):
         return Encoder.of(options.run, options.round, allow_code=options.allow_code)
+
+
+@contextmanager
+def decoded_copies(overrides: Sequence[str]) -> Iterator[str]:
+    """Where decoded copies of images go: to a private folder that is deleted at the end, unless one was typed.
+
+    Args:
+        overrides: what was typed; ``data.cache=FOLDER`` keeps copies there.
+    """
+    if other := [word for word in overrides if not word.startswith("data.cache=")]:
+        raise UserError(f"{other[0]!r} is not for this command; it takes data.cache=FOLDER, to keep decoded copies")
+    typed = overrides[-1].partition("=")[2] if overrides else NO_CACHE
+    if typed not in ("", NO_CACHE):
+        print(for_terminal(f"decoded copies of the images are kept in {typed}"), file=sys.stderr)
+        yield typed
+        return
+    with tempfile.TemporaryDirectory(prefix="fedx-pl-images-") as folder:
+        print(f"decoded copies of the images: {folder}, deleted at the end (data.cache=FOLDER keeps)", file=sys.stderr)
+        yield folder

@@ -186,10 +186,11 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
             help="an older round that was kept, or the best on the test images",
         )
         command.add_argument("--allow-code", action="store_true", help="let a method that brings its backbone make it")
-        command.set_defaults(overrides=[])
+    export.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")
     for command in (embed, neighbours):
         command.add_argument("images", type=Path, metavar="IMAGES", help="a folder of images; it is only read")
+        _add_overrides(command, "data.cache=FOLDER keeps decoded copies there; else they are deleted at the end")
     export.add_argument("-o", "--out", type=Path, metavar="FILE", help="RUN/encoder-FORMAT if not given")
     embed.add_argument(
         "-o",
@@ -227,6 +228,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     server.add_argument("--port", type=int, default=8000, help="to listen on")
     server.add_argument("--wait", type=float, default=600, help="seconds the first round waits for all sites")
     server.add_argument("--timeout", type=float, default=86400, help="seconds a round waits for a site's answer")
+    server.add_argument("--no-encoder", action="store_true", help="leave no trained encoder with the sites at the end")
     server.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
     server.set_defaults(command="federate", kind="server")
     client = kinds.add_parser(
@@ -234,7 +236,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         help="take part with the images of this site",
         usage="fedx-pl federate client --data IMAGES --keys FOLDER [--server HOST:PORT] [run.device=cuda ...]",
     )
-    _add_overrides(client, "run.*, data.* and privacy.* keys of this site")
+    _add_overrides(client, "run.*, data.*, privacy.* and site.* keys of this site")
     client.add_argument(
         "--data", type=Path, required=True, metavar="IMAGES", help="folder of this site's images; it is only read"
     )
@@ -243,6 +245,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     client.add_argument("--state", type=Path, metavar="FOLDER", help="for this site's private state; fedx-site-NAME")
     client.add_argument("--name", default="", help="of this site, with --insecure; the name of its folder of images")
     client.add_argument("--allow-code", action="store_true", help="let the coordinator name methods as module:Class")
+    client.add_argument("--stay", action="store_true", help="wait for the next federation when one has finished")
     client.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
     client.set_defaults(command="federate", kind="client")
     return [keys, server, client]

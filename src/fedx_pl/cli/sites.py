@@ -1,12 +1,13 @@
 """``fedx-pl federate keys | server | client``: a federation of real sites."""
 
 import argparse
+import os
 import re
 import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError, require
-from fedx_pl.files import lock
+from fedx_pl.files import lock, write_atomically
 from fedx_pl.sites import keys, site, wire
 from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Link, quiet_flower
@@ -74,7 +75,14 @@ def _coordinate(options: argparse.Namespace) -> None:
         try:
             _, side, _, channels = images.train.images.shape
             offered = site.offer(config, channels, side, value_range=images.value_range)
-            engine = FlowerEngine(trainer, link, offered, wait=options.wait, timeout=options.timeout)
+            engine = FlowerEngine(
+                trainer,
+                link,
+                offered,
+                wait=options.wait,
+                timeout=options.timeout,
+                leave_encoder=not options.no_encoder,
+            )
         except BaseException:
             link.close()
             raise
@@ -88,11 +96,20 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 
 def client(options: argparse.Namespace) -> None:
-    """A site: takes part until it is stopped."""
-    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy."))]
+    """A site: takes part until the federation has finished, or until it is stopped."""
+    before = os.umask(0o077)  # Flower's files, too: nothing that a site writes is for others.
+    try:
+        _take_part(options)
+    finally:
+        os.umask(before)
+
+
+def _take_part(options: argparse.Namespace) -> None:
+    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy.", "site."))]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
-            f"{other[0]} is the coordinator's to set; a site has run.*, data.* and privacy.* keys, e.g. run.device=cpu"
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and site.* keys, e.g. "
+            f"run.device=cpu"
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
@@ -122,9 +139,17 @@ def client(options: argparse.Namespace) -> None:
 
     here = site.Site(known.name, state, [f"data.root={options.data}", *own], report=say, allow_code=options.allow_code)
     say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
+    fate = "deleted at the end; data.cache=FOLDER keeps them" if here.copies else "kept"
+    say(f"decoded copies of its images: {here.own.data.cache}, {fate}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with held, suppress(KeyboardInterrupt):
-        _serve(here, address, None if options.insecure else known.ca, private=known.private, say=say)
+    with held, closing(here), suppress(KeyboardInterrupt):
+        ca = None if options.insecure else known.ca
+        _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
+        if here.refusal:
+            raise UserError(
+                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start this site again"
+            )
+        return
     say("left the federation; start the same command to join again")
 
 
@@ -168,19 +193,27 @@ def _server_config(options: argparse.Namespace) -> Config:
     return replace(config, run=run)
 
 
-def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: Callable) -> None:
-    """Answers messages, and connects again whenever the coordinator was away."""
+def _serve(
+    here: site.Site,
+    address: str,
+    ca: Path | None,
+    private: ec.EllipticCurvePrivateKey,
+    say: Callable[[str], None],
+    stay: bool,
+) -> None:
+    """Answers messages, and connects again whenever the coordinator was away, until the federation has ended."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
 
+    last = (wire.REFUSED,) if stay else (wire.REFUSED, wire.FINISHED)
     silent, refused, connection = False, 0.0, here.state / "connection"
-    while True:
+    while here.ended not in last:
         node = None
         try:
             node = Node(address, ca, private, before=_number(connection))
-            connection.write_text(str(node.number))
+            write_atomically(connection, str(node.number).encode(), private=True)
             say("connected; waiting for rounds")
             silent, refused = False, 0.0
-            while True:
+            while here.ended not in last:
                 incoming = node.next()
                 if incoming is None:
                     time.sleep(POLL_SECONDS)
@@ -190,7 +223,7 @@ def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticC
                 elif (found := here.answer(incoming.kind, incoming.content)) is not None:
                     node.answer(incoming, found)
         except Unreachable as error:
-            if not silent:
+            if not silent and here.ended not in last:
                 say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
             silent = True
         except Refused as error:
@@ -202,13 +235,17 @@ def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticC
                     f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
                     f"key in KEYS/server/sites, and see that this machine's clock is right"
                 ) from error
-        except BaseException:
+        except (KeyboardInterrupt, SystemExit, UserError):
             if node is not None:
                 node.close(leave=True)
             raise
+        except BaseException as error:  # Whatever Flower, or native code below it, does with bytes that came.
+            here.report_fault("failed; connecting again", error)
+            silent = True
         if node is not None:
-            node.close(leave=False)
-        time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
+            node.close(leave=here.ended in last)
+        if here.ended not in last:
+            time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
 
 
 def _number(file: Path) -> int | None:

@@ -105,6 +105,24 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SiteOptions:
+    """What a coordinator may ask of a site; keys of `fedx-pl federate client`."""
+
+    max_side: int = field(default=4096, metadata={"help": "federate client: pixels on a side of an image"})
+    max_cache_gb: float = field(default=1000.0, metadata={"help": "federate client: size of decoded images"})
+    max_memory_gb: float = field(
+        default=0.0, metadata={"help": "federate client: of training, by an estimate; 0: what the device has"}
+    )
+    max_epochs: int = field(default=1000, metadata={"help": "federate client: epochs in a round"})
+    max_seconds: float = field(default=604800.0, metadata={"help": "federate client: of training in a round"})
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value, key = getattr(self, item.name), f"site.{item.name}"
+            require(key, value, value >= 0, instead=f"{key}={item.default}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
     """How images are dealt to clients."""
 
@@ -191,6 +209,7 @@ class Config:
     health: HealthOptions = field(default_factory=HealthOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    site: SiteOptions = field(default_factory=SiteOptions)
     callbacks: list[str] = field(
         default_factory=list, metadata={"help": "round callbacks: [early_stopping], or your own [package.module:Class]"}
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ except ImportError:  # Not on Windows.
     resource = None  # type: ignore[assignment]
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
+NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process ends
 RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
 
 
@@ -38,7 +43,10 @@ class DataOptions:
     )
     cache: str = field(
         default="",
-        metadata={"help": "where decoded copies go; empty: ROOT/cache, or data/cache for folder and imagenet10"},
+        metadata={
+            "help": "where decoded copies go; empty: ROOT/cache, or data/cache for folder and imagenet10; none: to a "
+            "private folder that is deleted at the end"
+        },
     )
     verify: bool = field(default=True, metadata={"help": "false accepts a copy that is not the official one"})
     download: bool = field(default=True, metadata={"help": "false never touches the network"})
@@ -81,6 +89,8 @@ def cache_folder(options: DataOptions) -> Path:
 
     A folder of images is the user's own and often read-only, so its cache defaults to the working directory.
     """
+    if options.cache == NO_CACHE:
+        return _temporary_folder()
     if options.cache:
         return Path(options.cache).expanduser()
     return Path("data/cache") if options.name in ("folder", "imagenet10") else root_folder(options) / "cache"
@@ -116,6 +126,14 @@ def _memory() -> float:
     except (AttributeError, OSError, ValueError):  # Not on every system: there nothing is known.
         return math.inf
     return min([there, *(limit for limit in limits if limit >= 0)])
+
+
+@cache
+def _temporary_folder() -> Path:
+    """A folder for this user alone, one for the process, which is deleted when it ends."""
+    folder, owner = tempfile.mkdtemp(prefix="fedx-pl-images-"), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return Path(folder)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fedx_pl import backbones
 from fedx_pl.config.build import brought, make_model
 from fedx_pl.config.compose import code_words, from_tree, load
 from fedx_pl.config.schema import Config
-from fedx_pl.data.images import VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
+from fedx_pl.data.images import NO_CACHE, VALUE_RANGE_FILE, DataOptions, ValueRange, normalization
 from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode
 from fedx_pl.data.sources.folder import list_files
@@ -61,6 +61,7 @@ class Encoder(nn.Module):
         """
         super().__init__()
         self.value_range = value_range
+        self.cache = NO_CACHE  # where decoded copies of images go, as of the key data.cache
         self.backbone, self.side = backbone, side
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
@@ -110,7 +111,8 @@ class Encoder(nn.Module):
         """Features of all images in a folder.
 
         Args:
-            folder: searched recursively; it is only read.
+            folder: searched recursively; it is only read. Decoded copies go to a private folder that is deleted when
+                Python ends, or to the folder `cache`.
             report: takes lines about files that are no images, and about images of more than 8 bits.
 
         Returns:
@@ -139,7 +141,8 @@ class Encoder(nn.Module):
 
     @property
     def _options(self) -> DataOptions:
-        return DataOptions(name="folder", grayscale=self.channels == 1, value_range=list(self.value_range or ()))
+        bounds = list(self.value_range or ())
+        return DataOptions(name="folder", cache=self.cache, grayscale=self.channels == 1, value_range=bounds)
 
     def embed(self, images: np.ndarray) -> Tensor:
         """Features of uint8 images (N, H, W, C)."""

@@ -32,6 +32,7 @@ from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState, real, 
 from fedx_pl.files import (
     UNFINISHED,
     checksum,
+    private_file,
     read_verified,
     require_plain,
     require_there,
@@ -331,7 +332,7 @@ class UnfinishedRound:
         require_there(self._run)
         tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {_LOSSES: update.losses}
         content = tensor_bytes(tensors)
-        write_atomically(self._file(update.client), content, sync=False)
+        write_atomically(self._file(update.client), content, sync=False, private=True)
         told = {
             "num_images": update.num_images,
             "images_seen": update.images_seen,
@@ -347,7 +348,7 @@ class UnfinishedRound:
             "record": asdict(record),
             "told": told,
         }
-        with open(self._journal, "a") as journal:
+        with open(self._journal, "a", opener=private_file) as journal:
             journal.write(json.dumps(sealed(line)) + "\n")
 
     def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:

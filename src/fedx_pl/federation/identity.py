@@ -116,7 +116,7 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
 def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides the result: not where things are and how the run is carried out."""
     content: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()}
-    for group in ("run", "engine", "health", "callbacks", "logger"):
+    for group in ("run", "engine", "health", "callbacks", "logger", "site"):
         content.pop(group, None)
     content["aggregate"].pop("quarantine", None)  # A client that was mended is asked again by another value.
     for place in ("cache", "download", "workers"):

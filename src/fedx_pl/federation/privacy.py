@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,10 +126,32 @@ def epsilon(noise: float, rounds: int, delta: float) -> float:
         rounds: updates the client has given.
         delta: `PrivacyOptions.delta`.
     """
+    return composed_epsilon({noise: rounds}, delta)
+
+
+def composed_epsilon(answers: Mapping[float, int], delta: float) -> float:
+    """The epsilon that a client has spent on updates with different noise.
+
+    Renyi divergences of Gaussian mechanisms add up exactly: of order ``a`` they are ``a / (2 (noise / 2)^2)`` each. So
+    these updates are worth one with a noise of ``(sum of count / noise^2)^(-1/2)``.
+
+    Args:
+        answers: how many updates the client has given, by their `PrivacyOptions.noise`.
+        delta: `PrivacyOptions.delta`.
+
+    Returns:
+        Infinity if one of them had no noise.
+    """
+    given = {noise: count for noise, count in answers.items() if count}
+    if not all(noise > 0 for noise in given):
+        return math.inf
     from dp_accounting import GaussianDpEvent  # Here: most runs need none of it, and it takes seconds to load.
     from dp_accounting.rdp import RdpAccountant
 
-    return float(RdpAccountant().compose(GaussianDpEvent(noise / 2), rounds).get_epsilon(delta))
+    accountant = RdpAccountant()
+    for noise, count in given.items():
+        accountant.compose(GaussianDpEvent(noise / 2), count)
+    return float(accountant.get_epsilon(delta))
 
 
 def _double(tensor: Tensor, like: Tensor) -> Tensor:

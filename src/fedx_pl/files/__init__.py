@@ -128,21 +128,27 @@ def require_there(folder: Path) -> None:
         )
 
 
-def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
+def write_atomically(path: Path, content: bytes, *, sync: bool = True, private: bool = False) -> None:
     """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it.
 
     A link is replaced and not followed.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        sync: wait until it is on the disk.
+        private: nobody else may read it, nor list the folders that are made for it.
 
     Raises:
         UserError: there is a folder or a device of that name.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file, and is left as it is; type another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent) if private else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     temporary.unlink(missing_ok=True)  # Of a process that was killed and had the same number.
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=private_file if private else None) as file:
             file.write(content)
             file.flush()
             if sync:
@@ -187,6 +193,17 @@ def require_file(path: Path, option: str = "-o") -> None:
         raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first, or type another name")
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {path} is not a file, and is left as it is; type the name of a new file")
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_file(path: str, flags: int) -> int:
+    """An `opener` for `open`: a file that is made is for this user alone."""
+    return os.open(path, flags, 0o600)
 
 
 def clear_unfinished(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # Flower is not needed to read this module.
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
 MOST_NAMES = 100
+END_SECONDS = 5.0  # for sites to take the last message: one that looks for the coordinator tries every two seconds
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 
 
@@ -59,7 +61,14 @@ class FlowerEngine(Engine):
     """Waits for sites, asks them to train and collects their updates."""
 
     def __init__(
-        self, trainer: "FederatedTrainer", link: "Link", config: dict[str, Any], *, wait: float, timeout: float
+        self,
+        trainer: "FederatedTrainer",
+        link: "Link",
+        config: dict[str, Any],
+        *,
+        wait: float,
+        timeout: float,
+        leave_encoder: bool = True,
     ) -> None:
         """Joins a trainer and its sites.
 
@@ -69,8 +78,10 @@ class FlowerEngine(Engine):
             config: what sites are told, of `remote.site.offer`.
             wait: seconds that the first round waits for all sites, before it goes on with `federation.min_clients`.
             timeout: seconds that a round waits for a site that is there and does not answer.
+            leave_encoder: sites get the last weights to keep.
         """
         super().__init__(trainer)
+        self.leave_encoder = leave_encoder
         self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
         self.book = SiteBook(trainer.folder / "federation.json")
         self.guests: dict[str, Guest] = {}  # by name
@@ -129,6 +140,8 @@ class FlowerEngine(Engine):
                     raise BadMessage(f"its key is that of site {online[key].name}, but it calls itself {name}")
             except BadMessage as reason:
                 self.trainer.note(f"site {online[key].name or key[0]} cannot take part: {reason}")
+                refusal = {"run": self.book.run, "outcome": wire.REFUSED, "reason": wire.plain(reason)}
+                self.link.send(key[0], wire.END, Content(refusal, {}), seconds=HELLO_SECONDS)
             else:
                 if name in {guest.name for guest in self._answered.values()}:
                     self.trainer.note(f"a second site {name} is here; only the first takes part while it is there")
@@ -252,9 +265,38 @@ class FlowerEngine(Engine):
             seconds=seconds,
         )
 
+    # --- the end ------------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Ends the link; sites see it and wait for the next coordinator."""
-        self.link.close()
+        """Tells sites how the federation ended, and ends the link."""
+        try:
+            with suppress(UserError):  # A SuperLink that is gone cannot tell anyone.
+                self._say_goodbye()
+        finally:
+            self.link.close()
+
+    def _say_goodbye(self) -> None:
+        """Sends the last message, and waits a little for sites to take it: it would be lost with the SuperLink."""
+        trainer = self.trainer
+        finished = trainer.should_stop or trainer.current_round >= trainer.max_rounds
+        outcome = wire.FINISHED if finished else wire.STOPPED
+        meta = {"run": self.book.run, "outcome": outcome, "round": trainer.current_round}
+        content = Content(meta, trainer.global_state.tensors() if finished and self.leave_encoder else {})
+        # A site that was away for a moment is worth waiting for if it would otherwise wait for ever.
+        expected = trainer.datamodule.num_clients if finished else 0
+        told: set[tuple[int, str]] = set()
+        waiting: list[str] = []
+        give_up = time.monotonic() + END_SECONDS
+        while time.monotonic() < give_up:
+            for site in self.link.sites():
+                if (site.node, site.since) not in told:
+                    told.add((site.node, site.since))
+                    waiting.append(self.link.send(site.node, wire.END, content, seconds=END_SECONDS))
+            for reply in self.link.receive(list(waiting)) if waiting else []:
+                waiting.remove(reply.message)
+            if not waiting and len(told) >= expected:
+                return
+            time.sleep(POLL_SECONDS)
 
 
 class SiteBook:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedx_pl.errors import UserError, install_hint
+from fedx_pl.files import make_private, private_file
 from fedx_pl.sites import superlink, wire
 from fedx_pl.sites.keys import ServerKeys
 
@@ -83,7 +84,7 @@ class Link:
         self._address = f"127.0.0.1:{port}"
         self._coming: dict[str, Coming] = {}  # by the message it answers
         sockets = _listen(host, port)
-        self._log = open(folder / "superlink.log", "ab")  # noqa: SIM115 (as long as the process)
+        self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115 (as long as the process)
         self._secret = secrets.token_hex(32)
         self._process = self._start(sockets)
         try:
@@ -197,7 +198,13 @@ class Link:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_INTERNAL_")}
         # A session of its own: Ctrl-C is for the coordinator, which then ends this.
         process = subprocess.Popen(
-            command, env=environment, pass_fds=numbers, stdout=self._log, stderr=self._log, start_new_session=True
+            command,
+            env=environment,
+            pass_fds=numbers,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            umask=0o077,  # What it writes is for this user alone.
         )
         for one in sockets:
             one.close()  # It is the SuperLink's now, and ends with it.
@@ -277,7 +284,7 @@ class Link:
 
 def quiet_flower(folder: Path) -> None:
     """No statistics to anyone, no look for updates, and its files in a folder of ours."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", FLWR_HOME=str(folder / "flower"))
     for name in ("NO_PROXY", "no_proxy"):  # A proxy of the house cannot reach this machine's own address.
         os.environ[name] = f"{os.environ.get(name, '')},127.0.0.1,localhost".lstrip(",")

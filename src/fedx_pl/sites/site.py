@@ -1,15 +1,20 @@
 """What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
 
+    STATE/ledger.json                      every answer that has left this site, see `Ledger`
+    STATE/.decoded-images/                 decoded copies of its images, if they are deleted at the end
     STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
     STATE/RUN/memory.json                  its counters and checksums, by round
+    STATE/RUN/encoder/                     a run folder with the last weights, if the coordinator leaves them here
 
 Which state a round starts from is the coordinator's to say: the one of the last round in which it took this site's
 update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
 """
 
 import json
-import math
 import re
+import shlex
+import shutil
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,17 +28,22 @@ from safetensors.torch import load
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import build, load_images
 from fedx_pl.config.schema import Config
+from fedx_pl.data.images import NO_CACHE, DataOptions
 from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
+from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.privacy import PrivacyOptions, epsilon
+from fedx_pl.federation.identity import code_record
+from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import UNFINISHED, checksum, tensor_bytes, write_atomically
+from fedx_pl.files import UNFINISHED, checksum, make_private, private_file, tensor_bytes, write_atomically
 from fedx_pl.methods.base import State
+from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
-from fedx_pl.sites import wire
+from fedx_pl.sites import limits, wire
+from fedx_pl.sites.ledger import Ledger
 from fedx_pl.sites.wire import BadMessage, Content
 
 # What a coordinator decides; where images lie and what they run on is the site's own.
@@ -42,6 +52,8 @@ SHARED = (
 )  # fmt: skip
 HEALTH_IMAGES = 512
 KEPT_ROUNDS = 3
+OURS = ".fedx-pl"  # in a folder that may be deleted
+MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep; then the log begins anew
 
 
 def offer(config: Config, channels: int, side: int, value_range: Sequence[float] | None = None) -> dict[str, Any]:
@@ -76,14 +88,30 @@ class Site:
         Args:
             name: of this site.
             state: folder for its private state.
-            own: overrides of the site itself: ``data.root=...``, ``run.device=...``.
+            own: overrides of the site itself: ``data.root=...``, ``run.device=...``. With ``data.cache=FOLDER``
+                decoded copies of its images are kept, else `close` deletes them.
             report: takes lines for people.
             allow_code: a method may be named by ``module:Class``; Python then imports the module.
         """
         self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
         # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
-        self.own = configuration.compose(["data=folder", "profile=paper", *own])
+        typed = configuration.compose(["data=folder", "profile=paper", *own])
+        self.copies: Path | None = None
+        if typed.data.cache in ("", NO_CACHE):
+            self.copies = state / ".decoded-images"
+            typed = replace(typed, data=replace(typed.data, cache=str(self.copies)))
+        self.own = typed
+        self.close()  # A site that was killed has left some.
+        self._decoded: DataOptions | None = None
+        self.ledger = Ledger(state)
+        self.ended = ""  # how the federation ended, as of `wire.END`
+        self.refusal = ""
         self._ready: tuple[str, dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        """Deletes decoded copies of images, unless the site has typed where to keep them."""
+        if self.copies is not None and (self.copies / OURS).exists():
+            shutil.rmtree(self.copies, ignore_errors=True)
 
     def answer(self, kind: str, content: Content) -> Content | None:
         """The reply to a message; a mistake that people can mend is a reply, too.
@@ -96,6 +124,9 @@ class Site:
                 return Content(self._hello(content.meta), {})
             if kind == wire.TRAIN:
                 return self._train(content)
+            if kind == wire.END:
+                self._end(content)
+                return Content({"site": self.name}, {})
             raise BadMessage(f"a message of kind {kind!r}")
         except NotGreeted:
             return None
@@ -103,10 +134,32 @@ class Site:
             reason = wire.plain(error)
             mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
             self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
-        except Exception as error:  # A full disk, a GPU out of memory: another round may go well.
+        except (KeyboardInterrupt, SystemExit):
+            raise  # The site's own user.
+        # A full disk, a GPU out of memory: another round may go well. A panic of native code is no `Exception`.
+        except BaseException as error:
             reason = f"{type(error).__name__}; the site's own terminal tells more"
-            self.report(f"failed at what the coordinator asks for\n{traceback.format_exc()}")
+            self.report_fault("failed at what the coordinator asks for", error)
         return Content({"site": self.name, "error": reason}, {})
+
+    def report_fault(self, what: str, error: BaseException) -> None:
+        """One line for people, and the traceback in a log of this site's own.
+
+        Args:
+            what: happened.
+            error: why.
+        """
+        log = self.state / "errors.log"
+        try:
+            make_private(self.state)
+            mode = "a" if log.exists() and log.stat().st_size < MAX_LOG else "w"
+            with open(log, mode, opener=private_file) as file:
+                file.write(time.strftime("%Y-%m-%d %H:%M:%S\n"))
+                file.writelines(traceback.format_exception(error))
+            where = f"; {log} tells more"
+        except OSError as failure:
+            where = f"; {log} cannot be written ({failure.strerror})"
+        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}){where}")
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
         run, tree = wire.text(meta, "run"), meta.get("config")
@@ -119,6 +172,12 @@ class Site:
     def _prepare(self, run: str, tree: dict[str, Any]) -> None:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
+        limits.require_within(self.own.site, config, tree)
+        if config.data != self._decoded:  # Or copies would grow with every size that a coordinator asks for.
+            self.close()
+        if self.copies is not None:
+            write_atomically(self.copies / OURS, b"", private=True)
+        self._decoded = config.data
         data = load_images(config, self.report)
         if data.value_range and not config.data.value_range:
             # Left to itself each site would take its own range, and one value would mean different things.
@@ -135,11 +194,15 @@ class Site:
         self.rows = np.arange(len(data.train.images))
         self.run = build(config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients))
         settings = self.run.trainer.local_settings()
-        self.local = LocalTrainer(self.run.model, device=self.run.trainer.device, secret_noise=True, **settings)
+        device = self.run.trainer.device
+        self.local = LocalTrainer(self.run.model, device=device, secret_noise=True, tick=self._tick, **settings)
         self.memories = Memories(self.state / run)
         self._ready = run, tree
         method = config.method.name + (" with FedX" if config.fedx.enabled else "")
         self.report(f"joined run {run}: {method} on {len(self.rows):,} images of this site")
+        if limit := self.own.privacy.max_epsilon:
+            spent = self.ledger.spent(self.own.privacy.delta)
+            self.report(f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far")
 
     def _config(self, tree: dict[str, Any]) -> Config:
         if unknown := tree.keys() - {*SHARED, "data"}:
@@ -158,7 +221,7 @@ class Site:
         self._require_privacy(told.privacy)
         data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
         data["value_range"] = told.data.value_range or self.own.data.value_range
-        return replace(told, data=replace(self.own.data, **data), run=self.own.run)
+        return replace(told, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site)
 
     def _require_privacy(self, told: PrivacyOptions) -> None:
         """The coordinator may ask for more protection than this site wants, but not for less."""
@@ -184,30 +247,57 @@ class Site:
             batchnorm=config.federation.batchnorm,
         )
         _require_same(content.tensors, self.run.trainer.first_state().tensors())
-        self._require_budget()
+        self.ledger.require_budget(self.own.privacy, config.privacy.noise)
         memory, found = self._memory(meta)
         seed = derive(config.seed, "data", number, client)
         data = self.run.data.batches(self.rows, seed, model=self.run.model, device=self.local.device)
         self.report(f"round {number}: training")
+        self._until = time.monotonic() + self.own.site.max_seconds
         update = self.local.run(context, client=client, data=data, memory=memory)
+        self.ledger.add(config.privacy.noise)  # Before anything else is kept: it may count too much, never too little.
         self.memories.save(update.memory)
-        self.memories.count_answer()
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
         return Content(self._about(update, metrics, found), update.state.tensors())
 
-    def _require_budget(self) -> None:
-        """Every answer is a release, also one to a round that is asked for twice."""
-        own, noise = self.own.privacy, self.run.config.privacy.noise
-        if not own.max_epsilon:
-            return
-        answers = self.memories.answers() + 1
-        spent = epsilon(noise, answers, own.delta) if noise else math.inf
-        if spent > own.max_epsilon:
+    def _tick(self) -> None:
+        if time.monotonic() > self._until:
             raise UserError(
-                f"answer {answers} would spend epsilon={spent:.2f}, this site allows privacy.max_epsilon="
-                f"{own.max_epsilon:g}"
+                f"the round takes longer than this site allows, site.max_seconds={self.own.site.max_seconds:g}"
             )
+
+    def _end(self, content: Content) -> None:
+        """The coordinator's last word. What fails here does not keep a site from ending."""
+        outcome = wire.text(content.meta, "outcome")
+        if outcome == wire.REFUSED:
+            self.refusal = wire.text(content.meta, "reason")
+        elif outcome == wire.STOPPED:
+            self.report("the coordinator has stopped, and may go on later; Ctrl-C ends this site")
+        elif outcome != wire.FINISHED:
+            raise BadMessage(f"outcome={outcome}")
+        self.ended = outcome
+        if outcome == wire.FINISHED:
+            number = wire.whole(content.meta, "round")
+            self.report(f"the federation has finished, after round {number}")
+            self._keep_encoder(content, number)
+
+    def _keep_encoder(self, content: Content, number: int) -> None:
+        """Saves the last weights as a run folder, which all commands that use an encoder take."""
+        if not content.tensors:
+            self.report("the coordinator leaves no encoder here")
+            return
+        if self._ready is None or self._ready[0] != content.meta.get("run"):
+            self.report("this site has taken no part since it was started, so it keeps no encoder")
+            return
+        _require_same(content.tensors, self.run.trainer.first_state().tensors())
+        folder, config = self.memories.folder / "encoder", self.run.config
+        make_private(folder)
+        write_record(folder, code_record(self.run.trainer, self.run.model, self.run.data))
+        write_atomically(folder / "config.yaml", config.to_yaml().encode(), private=True)
+        state = RunState(round=number, config=config.hash)
+        Checkpoints(folder, keep=1).commit(state, GlobalState.from_tensors(content.tensors))
+        images = shlex.quote(config.data.root)
+        self.report(f"the encoder is in {folder}; next: fedx-pl embed {shlex.quote(str(folder))} {images}")
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
         """What this site remembers of the round that the coordinator names, and whether it has found it."""
@@ -273,25 +363,14 @@ class Memories:
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
         content = tensor_bytes(memory.tensors())
-        write_atomically(self.folder / _file_name(memory.last_round), content)
+        write_atomically(self.folder / _file_name(memory.last_round), content, private=True)
         records = self._records() | {memory.last_round: checksum(content)}
         kept = {
             str(round_number): sha
             for round_number, sha in records.items()
             if (self.folder / _file_name(round_number)).exists()
         }
-        write_atomically(self._file, json.dumps(kept, indent=1).encode())
-
-    def answers(self) -> int:
-        """Updates that this site has made in the run."""
-        try:
-            return int((self.folder / "answers").read_text())
-        except (OSError, ValueError):
-            return 0
-
-    def count_answer(self) -> None:
-        """One more, before it leaves."""
-        write_atomically(self.folder / "answers", str(self.answers() + 1).encode())
+        write_atomically(self._file, json.dumps(kept, indent=1).encode(), private=True)
 
     def _records(self) -> dict[int, str]:
         try:

@@ -26,7 +26,7 @@ import numpy as np
 from fedx_pl.data.images import Split
 from fedx_pl.data.sources.formats import one_line
 from fedx_pl.errors import UserError
-from fedx_pl.files import sync_folder, write_atomically
+from fedx_pl.files import private_file, sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
 MAP_BYTES = 2**30  # larger arrays are mapped instead of read: a folder of images may exceed the memory
@@ -139,13 +139,14 @@ class ArrayWriter:
     A memory map would be simpler, but writing one on a full disk ends the process with a signal; a write fails.
     """
 
-    def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: str, *, private: bool = False) -> None:
         self.path, self.row_shape, self.dtype = path, row_shape, np.dtype(dtype)
         self.rows = 0
+        self._opener = private_file if private else None
         self._digest = hashlib.sha256()
 
     def __enter__(self) -> ArrayWriter:
-        self._file: BinaryIO = open(self.path, "wb")
+        self._file: BinaryIO = open(self.path, "wb", opener=self._opener)
         self._header()
         return self
 
@@ -185,8 +186,12 @@ class ArrayWriter:
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
     """Gives an empty folder to write into, and moves it to ``folder`` when the block ends without an error.
+
+    Args:
+        folder: the place.
+        private: for this user alone.
 
     Raises:
         UserError: the disk is full.
@@ -200,7 +205,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        fresh.mkdir()
+        fresh.mkdir(mode=0o700 if private else 0o777)
         yield fresh
         sync_folder(fresh)
         if folder.exists():
@@ -222,27 +227,32 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(f"{fresh}-old", ignore_errors=True)
 
 
-def write(folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> dict[str, str]:
-    """Writes arrays as a new cache, replacing an old one.
+def write(
+    folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any], *, private: bool = False
+) -> dict[str, str]:
+    """Writes arrays as a new cache, replacing an old one; ``private``: for this user alone.
 
     Returns:
         The sha256 of each array's bytes, by name.
     """
-    with replacing(folder) as fresh:
+    with replacing(folder, private=private) as fresh:
         entries = {}
         for name, array in arrays.items():
-            with ArrayWriter(fresh / f"{name}.npy", array.shape[1:], str(array.dtype)) as writer:
+            file = fresh / f"{name}.npy"
+            with ArrayWriter(file, array.shape[1:], str(array.dtype), private=private) as writer:
                 writer.append(array)
             entries[name] = writer.entry
-        write_manifest(fresh, entries, info)
+        write_manifest(fresh, entries, info, private=private)
     return {name: entry["sha256"] for name, entry in entries.items()}
 
 
-def write_manifest(folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
+def write_manifest(
+    folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], *, private: bool = False
+) -> None:
     """Writes ``manifest.json`` and waits until it is on the disk."""
     manifest = json.loads(json.dumps({"arrays": dict(entries), "info": dict(info)}))  # as it is read back
     content = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
-    write_atomically(folder / MANIFEST, content.encode())
+    write_atomically(folder / MANIFEST, content.encode(), private=private)
 
 
 def _is_cache(folder: Path) -> bool:

@@ -140,8 +140,8 @@ def _fill(
     kept: list[str] = []
     failures: dict[str, list[Any]] = {}  # [reason, count, first path], by the reason without its numbers
     channels = 1 if options.grayscale else 3
-    with cache.replacing(folder) as fresh:
-        with cache.ArrayWriter(fresh / "images.npy", (size, size, channels), "uint8") as writer:
+    with cache.replacing(folder, private=True) as fresh:
+        with cache.ArrayWriter(fresh / "images.npy", (size, size, channels), "uint8", private=True) as writer:
             tasks = batches([(root, paths)], size, options.grayscale, value_range=value_range)
             results = run(decode_batch, tasks, options, report=report, title="decoding images, once")
             for (_, batch, *_), (images, reasons) in zip(tasks, results, strict=True):
@@ -157,7 +157,7 @@ def _fill(
             "reasons": sorted(failures.values(), key=lambda failure: -failure[1])[:_REASONS],
             "value_range": value_range,
         }
-        cache.write_manifest(fresh, {"images": writer.entry}, info)
+        cache.write_manifest(fresh, {"images": writer.entry}, info, private=True)
 
 
 def batches(

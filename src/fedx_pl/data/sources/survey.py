@@ -146,4 +146,4 @@ def _fill(folder: Path, parts: Parts, options: DataOptions, report: Report, orig
             high = low + 1
         info["value_range"] = [low, high]
         info["lines"] += deep.lines(low, high, origin, typed=bool(options.value_range))
-    cache.write(folder, {}, info)
+    cache.write(folder, {}, info, private=True)
