@@ -169,12 +169,16 @@ def _server_config(options: argparse.Namespace) -> Config:
 def _serve(here: site.Site, address: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, say: Callable) -> None:
     """Answers messages, and connects again whenever the coordinator was away."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+    from fedx_pl.sites.seal import Trust
 
+    trust = Trust(ca, private) if ca else None
     silent, refused, connection = False, 0.0, here.state / "connection"
     while True:
         node = None
         try:
-            node = Node(address, ca, private, before=_number(connection))
+            node = Node(address, ca, private, before=_number(connection), trust=trust)
+            connection.touch(mode=0o600)
+            connection.chmod(0o600)  # One of before may be open to others.
             connection.write_text(str(node.number))
             say("connected; waiting for rounds")
             silent, refused = False, 0.0

@@ -26,6 +26,7 @@ from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
 
 YEARS = 5
+AUTHORITY = "fedx-pl federation"  # name of the CA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def load_site(folder: Path) -> SiteKeys:
             f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes them on the "
             f"coordinator, in KEYS/sites/NAME"
         ) from error
-    return SiteKeys(name=name, server=server, ca=folder / "ca.crt", private=_read_private(folder / "site.key"))
+    return SiteKeys(name=name, server=server, ca=folder / "ca.crt", private=read_private(folder / "site.key"))
 
 
 def _site_folders_near(folder: Path) -> list[Path]:
@@ -152,9 +153,9 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
                 f"{key_file} and {certificate_file.name} are needed to make further keys; put them back, or choose "
                 f"another --out"
             )
-        return _read_private(key_file), x509.load_pem_x509_certificate(certificate_file.read_bytes())
+        return read_private(key_file), x509.load_pem_x509_certificate(certificate_file.read_bytes())
     private = ec.generate_private_key(ec.SECP384R1())
-    name = _name("fedx-pl federation")
+    name = _name(AUTHORITY)
     builder = _certificate(name, name, private).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
     certificate = builder.add_extension(usage, True).sign(private, hashes.SHA384())
@@ -184,7 +185,7 @@ def _site(folder: Path, name: str, server: str, ca: x509.Certificate) -> None:
     place = folder / "sites" / name
     if not (place / "site.key").exists():
         _write_secret(place / "site.key", ec.generate_private_key(ec.SECP384R1()))
-    private = _read_private(place / "site.key")
+    private = read_private(place / "site.key")
     write_atomically(folder / "server" / "sites" / f"{name}.pub", public_pem(private))
     write_atomically(place / "ca.crt", _pem(ca))
     write_atomically(place / "site.json", json.dumps({"name": name, "server": server}).encode())
@@ -217,7 +218,8 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _read_private(file: Path) -> ec.EllipticCurvePrivateKey:
+def read_private(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Reads a private key of the kind that `make` makes."""
     try:
         private = serialization.load_pem_private_key(file.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
