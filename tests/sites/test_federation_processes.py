@@ -221,6 +221,29 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
     assert_same(federation, "dropped", expected, rounds=3)
 
 
+def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
+    """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
+    words = ("federation.rounds=2",)
+    others = federation.folder / "others"  # of the test before
+    expected = parts.serial(others, federation.folder / "serial-revoked", *words)
+    pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
+    federation.hold(1, "ab")
+    with federation.server("revoked", *words) as server:
+        parts.wait_until(pending.exists, "c's update is saved")
+        server.kill()
+    keys = ["federate", "keys", "--out", str(federation.folder / "keys"), "--port", str(federation.port)]
+    assert main([*keys, "--revoke", "c"]) == 0
+    federation.let_go()
+    with federation.server("revoked", *words) as server:
+        assert server.wait() == 0, federation.logs()
+        assert "dropped the update of site c that came before its key was revoked" in server.output, federation.logs()
+        assert "site c is here" not in server.output, federation.logs()
+    assert_same(federation, "revoked", expected, rounds=2)
+    federation.sites["c"].kill()
+    assert main([*keys, "--sites", "c"]) == 0
+    federation.sites["c"] = federation.start("c")
+
+
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
     """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
     a, b, c = (federation.sites[name] for name in "abc")
