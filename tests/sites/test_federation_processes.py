@@ -106,6 +106,15 @@ class Federation:
         log = self.folder / f"{run}-{time.monotonic_ns()}.log"
         return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
 
+    def others(self) -> Path:
+        """The images of a and b alone."""
+        folder = self.folder / "others"
+        folder.mkdir(exist_ok=True)
+        for name in "ab":
+            if not (folder / name).exists():
+                (folder / name).symlink_to(self.images / name)
+        return folder
+
     def logs(self) -> str:
         """For assertion messages."""
         files = sorted(self.folder.glob("**/*.log"))
@@ -194,12 +203,8 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Feder
 
 def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
     """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
-    others = federation.folder / "others"
-    others.mkdir()
-    for name in "ab":
-        (others / name).symlink_to(federation.images / name)
     words = ("federation.rounds=3",)
-    expected = parts.serial(others, federation.folder / "serial-others", *words)
+    expected = parts.serial(federation.others(), federation.folder / "serial-others", *words)
     federation.hold(1)
     with (
         federation.start("d", images="b", code=BAD_SITE) as bad,
@@ -224,8 +229,7 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
     """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
     words = ("federation.rounds=2",)
-    others = federation.folder / "others"  # of the test before
-    expected = parts.serial(others, federation.folder / "serial-revoked", *words)
+    expected = parts.serial(federation.others(), federation.folder / "serial-revoked", *words)
     pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
     federation.hold(1, "ab")
     with federation.server("revoked", *words) as server:

@@ -311,9 +311,10 @@ def test_a_local_user_reaches_nothing_of_the_coordinator_s(coordinator: Link, ma
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
-def half_request(port: int, head: str) -> ssl.SSLSocket:
+def half_request(port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLSocket:
     """A TLS connection that has sent some bytes and goes on waiting."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.maximum_version = version
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     plain = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     found = context.wrap_socket(plain, server_hostname="localhost")
@@ -326,6 +327,12 @@ def test_a_large_body_without_a_key_is_refused_unread(coordinator: Link, port: i
     head = "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
     with half_request(port, f"{head}Content-Length: 300000000\r\n\r\n") as stranger:
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_which_versions_of_tls(coordinator: Link, port: int, version: ssl.TLSVersion) -> None:
+    with half_request(port, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", version) as found:
+        assert found.recv(100).startswith(b"HTTP/1.1 403")
 
 
 def test_half_requests_do_not_keep_sites_out(

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -407,6 +408,9 @@ def main() -> None:
     serving = uvicorn.Config(
         door, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile, backlog=BACKLOG, **common
     )
+    serving.load()
+    if serving.ssl is not None:
+        serving.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     uvicorn.Server(serving).run(sockets=sockets)
 
 
