@@ -5,6 +5,7 @@ come from the sites' names; so a simulation on the same folders must give the sa
 """
 
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,8 @@ def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federatio
         assert "dropped the update of site c that came before its key was revoked" in server.output, federation.logs()
         assert "site c is here" not in server.output, federation.logs()
     assert_same(federation, "revoked", expected, rounds=2)
+    number = federation.folder / "at-a" / "fedx-site-a" / "connection"
+    assert stat.S_IMODE(number.stat().st_mode) == 0o600
     federation.sites["c"].kill()
     assert main([*keys, "--sites", "c"]) == 0
     federation.sites["c"] = federation.start("c")

@@ -88,10 +88,11 @@ def _coordinate(options: argparse.Namespace) -> None:
             raise
         if known is not None:
             # A site whose key was revoked is not waited for, and what it had sent until then does not count.
-            engine.expected = min(config.federation.clients, len(known.sites))
+            met = {name: when for name, when in known.revoked.items() if engine.book.knows(name)}
+            engine.expected -= len(met.keys() - known.sites.keys())
             engine.book.expect(sorted(known.sites))
-            for name, when in known.revoked.items():
-                if engine.book.knows(name) and trainer.unfinished.forget(engine.book.client_of(name), before=when):
+            for name, when in met.items():
+                if trainer.unfinished.forget(engine.book.client_of(name), before=when):
                     trainer.note(f"dropped the update of site {name} that came before its key was revoked")
         return engine
 

@@ -30,7 +30,7 @@ FLEET = "/v1/fleet/"
 SIGNED = "x-fedx-signed"  # header: time, nonce, SHA-256 of the body, signature of these and the path
 CLOCK_SECONDS = 60.0  # that a site's clock may differ
 HEAD_SECONDS = 10.0  # for the TLS handshake and the head of a request
-BODY_SECONDS = 300.0
+BODY_SECONDS = 600.0
 SMALL, PART = 2**14, 5 * 2**20  # PART: of Flower, which cuts what is larger
 # What a site of ours calls, and how many bytes it may send. With keys, nobody registers himself.
 CALLS = {
