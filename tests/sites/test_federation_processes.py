@@ -5,6 +5,7 @@ come from the sites' names; so a simulation on the same folders must give the sa
 """
 
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,15 @@ class Federation:
         log = self.folder / f"{run}-{time.monotonic_ns()}.log"
         return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
 
+    def others(self) -> Path:
+        """The images of a and b alone."""
+        folder = self.folder / "others"
+        folder.mkdir(exist_ok=True)
+        for name in "ab":
+            if not (folder / name).exists():
+                (folder / name).symlink_to(self.images / name)
+        return folder
+
     def logs(self) -> str:
         """For assertion messages."""
         files = sorted(self.folder.glob("**/*.log"))
@@ -195,12 +205,8 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Feder
 
 def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
     """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
-    others = federation.folder / "others"
-    others.mkdir()
-    for name in "ab":
-        (others / name).symlink_to(federation.images / name)
     words = ("federation.rounds=3",)
-    expected = parts.serial(others, federation.folder / "serial-others", *words)
+    expected = parts.serial(federation.others(), federation.folder / "serial-others", *words)
     federation.hold(1)
     with (
         federation.start("d", images="b", code=BAD_SITE) as bad,
@@ -220,6 +226,30 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
             assert reason in server.output, federation.logs()
     federation.sites["c"] = federation.start("c")
     assert_same(federation, "dropped", expected, rounds=3)
+
+
+def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
+    """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
+    words = ("federation.rounds=2",)
+    expected = parts.serial(federation.others(), federation.folder / "serial-revoked", *words)
+    pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
+    federation.hold(1, "ab")
+    with federation.server("revoked", *words) as server:
+        parts.wait_until(pending.exists, "c's update is saved")
+        server.kill()
+    keys = ["federate", "keys", "--out", str(federation.folder / "keys"), "--port", str(federation.port)]
+    assert main([*keys, "--revoke", "c"]) == 0
+    federation.let_go()
+    with federation.server("revoked", *words) as server:
+        assert server.wait() == 0, federation.logs()
+        assert "dropped the update of site c that came before its key was revoked" in server.output, federation.logs()
+        assert "site c is here" not in server.output, federation.logs()
+    assert_same(federation, "revoked", expected, rounds=2)
+    number = federation.folder / "at-a" / "fedx-site-a" / "connection"
+    assert stat.S_IMODE(number.stat().st_mode) == 0o600
+    federation.sites["c"].kill()
+    assert main([*keys, "--sites", "c"]) == 0
+    federation.sites["c"] = federation.start("c")
 
 
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:

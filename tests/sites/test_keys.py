@@ -12,7 +12,7 @@ pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flow
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.verification import PolicyBuilder, Store
 
 from fedx_pl.cli.main import main
@@ -188,6 +188,143 @@ def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
     (place / "site.key").write_bytes(locked.private_bytes(*form, serialization.BestAvailableEncryption(b"secret")))
     with pytest.raises(UserError, match="not a readable key"):
         keys.load_site(place)
+
+
+def test_a_revoked_key_never_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    keys.make(folder, "host", 8000, ["a", "b"])
+    stolen = folder / "server" / "sites" / "b.pub"
+    before, kept = stolen.read_bytes(), (folder / "sites" / "b" / "site.key").read_bytes()
+    words = ["federate", "keys", "--out", str(folder)]
+    assert main([*words, "--revoke", "b"]) == 0
+    assert "fedx-pl federate keys --sites b makes a new key" in capsys.readouterr().out
+    known = keys.load_server(folder / "server")
+    assert (list(known.sites), list(known.revoked)) == (["a"], ["b"])
+    # The old key lies where keys are made, or comes back with a copy of the coordinator's folder.
+    (folder / "sites" / "b").mkdir()
+    (folder / "sites" / "b" / "site.key").write_bytes(kept)
+    (folder / "sites" / "b" / "site.key").chmod(0o600)
+    assert main([*words, "--sites", "b"]) == 0
+    known = keys.load_server(folder / "server")
+    assert list(known.sites) == ["a", "b"]
+    assert known.sites["b"] != before
+    assert keys.public_pem(keys.load_site(folder / "sites" / "b").private) == known.sites["b"]
+    stolen.write_bytes(before)
+    with pytest.raises(UserError, match=r"b\.pub is a key that was revoked; remove it, then type .* --sites b"):
+        keys.load_server(folder / "server")
+
+
+def test_revoking_says_whose_keys_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys.make(tmp_path, "host", 8000, ["a", "b"])
+    before = files(tmp_path)
+    assert main(["federate", "keys", "--out", str(tmp_path), "--revoke", "a,c"]) == 2
+    assert "--revoke c: " in (error := capsys.readouterr().err)
+    assert "it has a, b" in error
+    assert files(tmp_path) == before
+    assert main(["federate", "keys", "--out", str(tmp_path)]) == 2
+    assert "--sites hospital-a,hospital-b, or --revoke hospital-a" in capsys.readouterr().err
+
+
+def test_certificates_that_end_are_named_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "YEARS", 0)  # They end as they begin.
+        keys.make(tmp_path, "host", 8000, ["a", "b"])
+    site, server = tmp_path / "sites" / "a", tmp_path / "server"
+    public = files(server / "sites")
+    with pytest.raises(UserError, match=r"a/ca\.crt has ended on \d+-\d+-\d+; ask the coordinator for its ca\.crt"):
+        keys.load_site(site)
+    with pytest.raises(UserError, match=r"server/ca\.crt has ended on .*; type fedx-pl federate keys --sites NAME"):
+        keys.load_server(server)
+    lines = keys.make(tmp_path, "host", 8000, ["a"])
+    assert "send it to every site" in lines[0]
+    keys.load_server(server)
+    keys.load_site(site)
+    keys.load_site(tmp_path / "sites" / "b")
+    assert files(server / "sites") == public
+    certificate(server / "server.crt").verify_directly_issued_by(certificate(tmp_path / "sites" / "b" / "ca.crt"))
+    assert not any("send it" in line for line in keys.make(tmp_path, "host", 8000, ["a"]))
+    with monkeypatch.context() as patch:  # Only the coordinator's ends.
+        patch.setattr(keys, "YEARS", 0)
+        keys.make(tmp_path, "other", 8000, ["a"])
+    with pytest.raises(UserError, match=r"server\.crt has ended on"):
+        keys.load_server(server)
+    keys.make(tmp_path, "other", 8000, ["a"])
+    assert keys.load_server(server).sites
+
+
+def test_garbage_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys.make(tmp_path, "host", 8000, ["a"])
+    words = ["federate", "keys", "--out", str(tmp_path), "--sites", "a"]
+    for name in ("ca.crt", "server/server.crt", "ca.key"):
+        before = (tmp_path / name).read_bytes()
+        for garbage in (b"", b"nonsense\n" * 1000, before[:200], bytes(range(256))):
+            (tmp_path / name).write_bytes(garbage)
+            assert main(words) == 2
+            error = capsys.readouterr().err.strip()
+            assert f"{tmp_path / name} is not a " in error
+            assert "\n" not in error
+        (tmp_path / name).write_bytes(before)
+    for name in ("ca.crt", "server.crt", "server.key"):
+        before = (tmp_path / "server" / name).read_bytes()
+        (tmp_path / "server" / name).write_bytes(b"nonsense")
+        with pytest.raises(UserError, match=rf"{name} is not a .*(certificate|key) "):
+            keys.load_server(tmp_path / "server")
+        (tmp_path / "server" / name).write_bytes(before)
+    (tmp_path / "sites" / "a" / "ca.crt").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"ca\.crt is not a certificate"):
+        keys.load_site(tmp_path / "sites" / "a")
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    keys.make(tmp_path / "one", "host", 8000, ["a"])
+    keys.make(tmp_path / "two", "host", 8000, ["a"])
+    server = tmp_path / "one" / "server"
+    for name, reason in (("server.key", "is not the certificate of"), ("ca.crt", "is not of the CA in")):
+        before = (server / name).read_bytes()
+        (server / name).write_bytes((tmp_path / "two" / "server" / name).read_bytes())
+        with pytest.raises(UserError, match=reason):
+            keys.load_server(server)
+        (server / name).write_bytes(before)
+    assert keys.load_server(server).sites
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606])
+def test_keys_that_others_can_read_are_refused(tmp_path: Path, mode: int) -> None:
+    keys.make(tmp_path, "host", 8000, ["a"])
+    (tmp_path / "sites" / "a" / "site.key").chmod(mode)
+    with pytest.raises(UserError, match=r"site\.key can be read by others .* type chmod 600 .*site\.key"):
+        keys.load_site(tmp_path / "sites" / "a")
+    (tmp_path / "server" / "server.key").chmod(mode)
+    with pytest.raises(UserError, match=r"server\.key can be read by others .* type chmod 600"):
+        keys.load_server(tmp_path / "server")
+    (tmp_path / "ca.key").chmod(mode)
+    with pytest.raises(UserError, match=r"ca\.key can be read by others .* type chmod 600"):
+        keys.make(tmp_path, "host", 8000, ["b"])
+
+
+def test_only_the_kind_of_key_that_we_make(tmp_path: Path) -> None:
+    keys.make(tmp_path, "host", 8000, ["a", "b"])
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    small = ec.generate_private_key(ec.SECP256R1())
+    (tmp_path / "sites" / "a" / "site.key").write_bytes(small.private_bytes(*form, serialization.NoEncryption()))
+    with pytest.raises(UserError, match="not an elliptic-curve key"):
+        keys.load_site(tmp_path / "sites" / "a")
+    for other in (small, rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()):
+        public = other.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        (tmp_path / "server" / "sites" / "a.pub").write_bytes(public)
+        with pytest.raises(UserError, match=r"a\.pub is not an elliptic-curve key \(P-384\)"):
+            keys.load_server(tmp_path / "server")
+
+
+@pytest.mark.parametrize(
+    "host", ["https://host", "host:8000", "a b", "host/x", "-host", "a..b", "", "*.org", "1.2.3", "x" * 64, "a" * 300]
+)
+def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
+    with pytest.raises(UserError, match="is no host name or address; type"):
+        keys.make(tmp_path / "keys", host, 8000, ["a"])
+    assert not (tmp_path / "keys").exists()
 
 
 def test_each_site_has_a_key_of_its_own(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """A real SuperLink with TLS and keys, and sites at it: who is let in, and what broken or made-up answers do."""
 
+import json
 import os
+import resource
 import signal
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from fedx_pl.sites.wire import Content
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GitWildMatchPattern")]
 
+DESCRIPTORS = 256  # open files that the SuperLink starts with
 HELLO = Content({"run": "ab"}, {"w": torch.arange(6.0).reshape(2, 3)})
 
 
@@ -64,7 +68,12 @@ def coordinator(made: Path, port: int, tmp_path_factory: pytest.TempPathFactory)
         patch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
         patch.setenv("NO_PROXY", "")
         patch.setattr(link, "PATIENCE_SECONDS", 1.0)
-        found = Link(tmp_path_factory.mktemp("run"), "127.0.0.2", port, keys.load_server(made / "server"))
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, most))
+        try:
+            found = Link(tmp_path_factory.mktemp("run"), "127.0.0.2", port, keys.load_server(made / "server"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
         yield found
         found.close()
 
@@ -241,17 +250,274 @@ def test_a_key_is_in_use_once_and_its_owner_may_come_back_at_once(
         again.close(leave=True)
 
 
-def test_a_node_that_this_machine_registers_is_no_site(coordinator: Link, made: Path, port: int) -> None:
-    """Flower's Control API is open on this machine; a node that was put in by it is not one of the federation."""
+def test_a_node_that_was_put_in_by_another_way_is_no_site(coordinator: Link, made: Path, port: int) -> None:
+    """The door knows the keys that the coordinator started with, whatever Flower has been told."""
     from flwr.proto.control_pb2 import RegisterNodeRequest
 
     private = ec.generate_private_key(ec.SECP384R1())
     control = coordinator._control()
     control.RegisterNode(RegisterNodeRequest(public_key=keys.public_pem(private), name="mallory"))
     control.close()
-    mallory = Node(f"127.0.0.1:{port}", made / "ca.crt", private)
+    with pytest.raises(Refused, match="this key is not registered"):
+        Node(f"127.0.0.1:{port}", made / "ca.crt", private)
     assert coordinator.sites() == []
-    mallory.close(leave=True)
+
+
+def test_a_clock_that_is_half_a_minute_ahead_is_no_reason(
+    join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datetime
+
+    from flwr.supernode import node_auth_http_interceptor as flower
+
+    from fedx_pl.sites import superlink
+
+    def later() -> datetime.datetime:
+        return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
+
+    monkeypatch.setattr(flower, "now", later)
+    monkeypatch.setattr(superlink, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())}))
+    join("a")
+
+
+# --- who is on the same machine, or has no key ------------------------------------------------------------------------
+
+
+def test_a_local_user_reaches_nothing_of_the_coordinator_s(coordinator: Link, made: Path, port: int) -> None:
+    """Neither register a node, list sites, stop the run nor greet sites: not by the port, not by the entrance."""
+    from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StopRunRequest
+    from flwr.supercore.control.control_http_client import ControlHttpClient
+
+    ca = (made / "ca.crt").read_bytes()
+    control = ControlHttpClient.from_server_address(f"127.0.0.1:{port}", False, ca, [])
+    run = coordinator._grid.run.run_id
+    for call in (
+        lambda: control.ListNodes(ListNodesRequest()),
+        lambda: control.ListRuns(ListRunsRequest()),
+        lambda: control.StopRun(StopRunRequest(run_id=run)),
+    ):
+        with pytest.raises(httpx.HTTPStatusError) as refused:
+            call()
+        assert refused.value.response.status_code == 403
+    control.close()
+    trusted = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    with httpx.Client(verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False) as client:
+        for path in ("/health", "/docs", "/v1/runtime/get-nodes", "/v1/runtime/push-messages"):
+            assert client.post(path).status_code == 403
+            assert client.get(path).status_code == 403
+    assert stat.S_IMODE(coordinator._entrance.parent.stat().st_mode) == 0o700
+    files = [file for file in coordinator._folder.rglob("*") if file.is_file()]
+    assert files
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+def half_request(port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLSocket:
+    """A TLS connection that has sent some bytes and goes on waiting."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.maximum_version = version
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    plain = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+    found = context.wrap_socket(plain, server_hostname="localhost")
+    found.sendall(head.encode())
+    return found
+
+
+def test_a_large_body_without_a_key_is_refused_unread(coordinator: Link, port: int) -> None:
+    """The answer comes while nothing but the head was sent."""
+    head = "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+    with half_request(port, f"{head}Content-Length: 300000000\r\n\r\n") as stranger:
+        assert stranger.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_which_versions_of_tls(coordinator: Link, port: int, version: ssl.TLSVersion) -> None:
+    with half_request(port, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", version) as found:
+        assert found.recv(100).startswith(b"HTTP/1.1 403")
+
+
+def test_half_requests_do_not_keep_sites_out(
+    coordinator: Link, join: Callable[[str], Joined], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the open files that the SuperLink was started with; some have not even begun with TLS."""
+    half = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(DESCRIPTORS)]
+    half += [half_request(port, "POST /v1/fleet/pull-messages HTTP/1.1\r\nHo") for _ in range(50)]
+    try:
+        site = join("a")
+        message = coordinator.send(site.node.number, wire.HELLO, HELLO, 600)
+        site.answer(site.next(), Content({"site": "a"}, {}))
+        (reply,) = wait(coordinator, message)
+        assert reply.content is not None
+    finally:
+        for one in half:
+            one.close()
+
+
+# --- a site that acts as another --------------------------------------------------------------------------------------
+
+
+def push(site: Joined, tree: Any = None, **metadata: Any) -> Any:
+    """Posts a message of one's own making: an error, from whom and to whom one likes, with any tree of parts."""
+    from flwr.app import Message
+    from flwr.app.error import Error
+    from flwr.app.message import make_message
+    from flwr.app.metadata import Metadata
+    from flwr.common.serde import message_to_proto
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from flwr.supercore.inflatable.inflatable_object import get_object_tree
+
+    told: dict[str, Any] = {
+        "run_id": 1,
+        "message_id": "",
+        "src_node_id": site.node.number,
+        "dst_node_id": 1,
+        "reply_to_message_id": "",
+        "group_id": "",
+        "created_at": time.time(),
+        "ttl": 60.0,
+        "message_type": wire.HELLO,
+    }
+    message: Message = make_message(metadata=Metadata(**told | metadata), error=Error(0, "boo"))
+    tree = tree or get_object_tree(message)
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    request = PushMessagesRequest(
+        node=site.node._node,
+        messages_list=[message_to_proto(message)],
+        message_object_trees=[tree],
+    )
+    return site.node._call(site.node._client.PushMessages, request)
+
+
+def test_a_site_sends_no_instructions_and_none_in_another_s_name(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
+    """b greets a in the coordinator's name, answers in a's, and says something that nobody has asked for."""
+    a, b = join("a"), join("b")
+    run, asked = coordinator._grid.run.run_id, coordinator.send(a.node.number, wire.TRAIN, HELLO, 600)
+    with pytest.raises(Refused, match="in the name of another"):
+        push(b, run_id=run, src_node_id=1, dst_node_id=a.node.number)
+    with pytest.raises(Refused, match="in the name of another"):
+        push(b, run_id=run, src_node_id=a.node.number, reply_to_message_id=asked)
+    with pytest.raises(Unreachable, match="too late"):
+        push(b, run_id=run, reply_to_message_id=asked)
+    with pytest.raises(Unreachable, match="too late"):
+        push(b, run_id=run, dst_node_id=a.node.number)
+    incoming = a.next()
+    assert incoming.kind == wire.TRAIN
+    a.answer(incoming, Content({"site": "a"}, {}))
+    (reply,) = wait(coordinator, asked)
+    assert reply.content is not None
+    assert a.node.next() is None
+
+
+def test_an_error_of_a_site_is_an_answer_like_any_other(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it says what the SuperLink says of a site that is gone: that would be no fault of the site."""
+    from flwr.app.error import Error
+    from flwr.common.constant import ErrorCode
+
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    incoming, make = site.next(), node.Message
+    error = Error(ErrorCode.NODE_UNAVAILABLE, "gone")
+    monkeypatch.setattr(node, "Message", lambda record, *, reply_to: make(error, reply_to=reply_to))
+    site.answer(incoming, Content({}, {}))
+    (reply,) = wait(coordinator, message)
+    assert (reply.content, reply.error, reply.offline) == (None, "gone", False)
+
+
+def test_a_site_believes_only_what_the_coordinator_signed_for_it(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if whoever holds the SuperLink, or a proxy that ends TLS, wrote messages of his own."""
+    from flwr.app import Message
+    from flwr.app.error import Error
+    from flwr.app.message import make_message
+
+    a, b = join("a"), join("b")
+
+    def error_of(record: Any) -> str:
+        coordinator._grid.push_messages([Message(record, a.node.number, wire.HELLO, ttl=600)])
+        incoming = a.next()
+        assert incoming.content is None
+        return incoming.error
+
+    assert "not signed by the coordinator" in error_of(link.record(HELLO))
+    for_another, _ = coordinator._record(b.node.number, wire.HELLO, HELLO)
+    assert "for this site" in error_of(for_another)
+    another_kind, _ = coordinator._record(a.node.number, wire.TRAIN, HELLO)
+    assert "for this site" in error_of(another_kind)
+    changed, _ = coordinator._record(a.node.number, wire.HELLO, HELLO)
+    changed["meta"]["json"] = '{"run": "cd"}'
+    assert "for this site" in error_of(changed)
+    right, _ = coordinator._record(a.node.number, wire.HELLO, HELLO)
+    coordinator._grid.push_messages([Message(right, a.node.number, wire.HELLO, ttl=600)])
+    assert a.next().content is not None
+    assert "it has come before" in error_of(right)
+    coordinator._grid.push_messages(
+        [make_message(metadata=Message(right, a.node.number, wire.HELLO, ttl=600).metadata, error=Error(0, "boo"))]
+    )
+    incoming = a.next()
+    assert (incoming.content, incoming.error) == (None, "it is an error, which the coordinator never sends")
+    a.answer(incoming, Content({"site": "a", "error": "no"}, {}))
+
+
+# --- small answers that are a lot of work -----------------------------------------------------------------------------
+
+
+def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], Joined]) -> None:
+    """Each names the one before twice: after 20 of them the SuperLink would count a million parts."""
+    from flwr.proto.message_pb2 import ObjectTree
+
+    site, run = join("b"), coordinator._grid.run.run_id
+
+    def double(name: str, before: str) -> None:
+        asked = coordinator.send(site.node.number, wire.HELLO, HELLO, 600)
+        site.next()
+        children = [ObjectTree(object_id=before), ObjectTree(object_id=before)]
+        push(site, ObjectTree(object_id=name, children=children), run_id=run, reply_to_message_id=asked)
+
+    double("1" * 64, before="0" * 64)  # As large as it looks.
+    with pytest.raises(Refused, match="parts that are known with other parts"):
+        double("2" * 64, before="1" * 64)
+
+
+def test_an_answer_with_more_tensors_than_the_network_is_not_read(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    many = {f"t{number}": torch.zeros(0) for number in range(10_000)}
+    incoming = site.next()
+    site.answer(incoming, Content({"site": "a"}, many))
+    monkeypatch.setattr(wire, "unpack", lambda *_: pytest.fail("it is read"))
+    (reply,) = wait(coordinator, message)
+    assert reply.error == "it has more or larger tensors than the network"
+
+
+def test_an_answer_that_repeats_a_part_is_not_unfolded(
+    coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 MB that its array names a thousand times."""
+    from flwr.app import Array
+
+    site = join("a")
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    incoming, deflate = site.next(), Array.deflate
+
+    def repeated(self: Array) -> bytes:
+        from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
+
+        told = {"dtype": "uint8", "shape": [9], "stype": "safetensors", "arraychunk_ids": [0] * 1000}
+        return add_header_to_object_body(json.dumps(told).encode(), self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Array, "deflate", repeated)
+        site.answer(incoming, Content({}, {"w": torch.zeros(1_000_000)}))
+    assert Array.deflate is deflate
+    (reply,) = wait(coordinator, message)
+    assert reply.content is None
+    assert "bytes of tensors" in reply.error
 
 
 # --- answers that break off, or are made up ---------------------------------------------------------------------------
@@ -346,7 +612,8 @@ def test_an_answer_cannot_pass_for_another_site_s(
 
     monkeypatch.setattr(node, "Message", forge)
     monkeypatch.setattr(node, "message_to_proto", envelope)
-    b.answer(incoming, Content({"site": "b"}, {}))
+    with pytest.raises(Unreachable, match="too late") if where == "outside" else nullcontext():
+        b.answer(incoming, Content({"site": "b"}, {}))
     monkeypatch.undo()
     replies = coordinator.receive(list(asked.values()))
     assert [reply.message for reply in replies] == ([asked["b"]] if where == "inside" else [])

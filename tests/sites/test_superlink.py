@@ -1,59 +1,321 @@
-"""The SuperLink's door: who may come in, and where it listens."""
+"""The SuperLink's door: who may come in, with what, and where it listens."""
 
 import asyncio
+import base64
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import federation_parts as parts
 import pytest
+from helpers import PATIENCE
+
+pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Message,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+)
+from flwr.proto.node_pb2 import Node
 
 from fedx_pl.errors import UserError
-from fedx_pl.sites.superlink import SitesOnly, listen
+from fedx_pl.sites import superlink
+from fedx_pl.sites.keys import public_pem
+from fedx_pl.sites.superlink import CALLS, FLEET, Door, Guard, Held, Ledger, Listener, listen
 
 ELSEWHERE, HERE = ("203.0.113.9", 5000), ("127.0.0.1", 5000)
+PULL = FLEET + "pull-messages"
+SITE = 77  # a site's number
 
 
-def knock(path: str, client: tuple[str, int] | None, kind: str = "http", **headers: str) -> int:
-    """The status that a request gets; 200 if it is let in."""
-    sent: list[dict[str, Any]] = []
+class Caller:
+    """Someone with a key, and the door that he stands at."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    def __init__(self, *, registered: bool = True, curve: Any = None) -> None:
+        self.private = ec.generate_private_key(curve or ec.SECP384R1())
+        self.ledger, self.stored, self.reached = Ledger(), dict[str, Any](), 0
+        sites = frozenset([public_pem(self.private)] if registered else [b"another"])
+        self.door = Door(self._app, sites=sites, ledger=self.ledger, guard=Guard(), tree_of=self.stored.get)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached += 1
+        await receive()
         await send({"type": "http.response.start", "status": 200})
 
-    async def send(event: dict[str, Any]) -> None:
-        sent.append(event)
+    def headers(self, path: str, body: bytes = b"") -> dict[str, str]:
+        signed = superlink.sign(path, body, lambda text: self.private.sign(text, ec.ECDSA(hashes.SHA384())))
+        key = base64.b64encode(public_pem(self.private)).decode()
+        return {"flwr-public-key": key, "x-fedx-signed": signed, "content-length": str(len(body))}
 
-    lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": kind, "path": path, "client": client, "headers": lines}
-    asyncio.run(SitesOnly(app)(scope, None, send))
-    return int(sent[0]["status"])
+    def knock(self, path: str, headers: dict[str, str], body: bytes | None = b"", **scope: Any) -> int:
+        """The status that a request gets; 200 if it is let in. None is a body that never comes."""
+        sent: list[dict[str, Any]] = []
+
+        async def send(event: dict[str, Any]) -> None:
+            sent.append(event)
+
+        async def receive() -> dict[str, Any]:
+            if body is None:
+                await asyncio.sleep(PATIENCE)
+            return {"type": "http.request", "body": body}
+
+        lines = [(name.encode(), value.encode()) for name, value in headers.items()]
+        told = {"type": "http", "method": "POST", "path": path, "client": ELSEWHERE, "headers": lines} | scope
+        asyncio.run(self.door(told, receive, send))
+        return int(sent[0]["status"])
+
+    def ask(self, call: str, request: Any = None) -> int:
+        """A request that is signed as it should be."""
+        path, body = FLEET + call, request.SerializeToString() if request is not None else b""
+        return self.knock(path, self.headers(path, body), body)
 
 
-def test_sites_come_in_from_anywhere() -> None:
-    assert knock("/v1/fleet/pull-messages", ELSEWHERE) == 200
-    assert knock("/v1/fleet/pull-messages", HERE, x_forwarded_for="203.0.113.9") == 200
+def test_a_registered_site_comes_in() -> None:
+    caller = Caller()
+    for call in CALLS.keys() - {"register-node", "push-messages", "pull-object", "confirm-message-received"}:
+        assert caller.ask(call) == 200
+    assert caller.ask("register-node") == 403  # The coordinator does that.
 
 
 @pytest.mark.parametrize(
     "path",
     [
         "/v1/control/start-run", "/v1/runtime/acquire-task", "/health", "/docs", "/", "", "/v1/fleet", "/V1/FLEET/x",
-        "//v1/fleet/x", "/v1/control/../fleet/x", "http://host/v1/fleet/x",
+        "//v1/fleet/x", "/v1/control/../fleet/x", "http://host/v1/fleet/x", "/v1/fleet/get-run", "/v1/fleet/get-fab",
+        "/v1/fleet/unregister-node",
     ],
 )  # fmt: skip
-def test_all_else_is_for_this_machine(path: str) -> None:
-    assert knock(path, ELSEWHERE) == 403
-    assert knock(path, ELSEWHERE, "websocket") == 403
-    assert knock(path, None) == 403
-    assert knock(path, ("127.0.0.2", 1)) == 403
-    assert knock(path, HERE) == 200
-    assert knock(path, ("::1", 5000, 0, 0)) == 200  # type: ignore[arg-type]
-    assert knock(path, ("::ffff:127.0.0.1", 5000)) == 200
+@pytest.mark.parametrize("client", [ELSEWHERE, HERE, ("::1", 5000, 0, 0), ("::ffff:127.0.0.1", 5000), None])
+def test_all_else_is_for_nobody_wherever_he_is(path: str, client: Any) -> None:
+    caller = Caller()
+    headers = caller.headers(path)
+    for more in ({}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}):
+        assert caller.knock(path, headers | more, client=client) == 403
+    assert caller.knock(path, headers, client=client, type="websocket") == 403
+    assert not caller.reached
 
 
-@pytest.mark.parametrize("header", ["x_forwarded_for", "X_Forwarded_For", "forwarded", "Forwarded"])
-def test_a_proxy_on_this_machine_does_not_make_others_local(header: str) -> None:
-    assert knock("/v1/control/start-run", HERE, **{header: "203.0.113.9"}) == 403
+def test_only_post() -> None:
+    caller = Caller()
+    assert caller.knock(PULL, caller.headers(PULL), method="GET") == 403
+
+
+def test_a_body_is_not_read_before_the_key_is_looked_at() -> None:
+    """A body of None would never come."""
+    stranger, caller = Caller(registered=False), Caller()
+    large = {"content-length": str(300_000_000)}
+    assert stranger.knock(PULL, stranger.headers(PULL) | large, None) == 401
+    assert caller.knock(PULL, large, None) == 401
+    assert caller.knock(PULL, caller.headers(PULL) | large, None) == 413
+    assert caller.knock(PULL, caller.headers(PULL) | {"content-length": "9" * 5000}, None) == 413
+    for wrong in ("", "-1", "1e3", "many"):
+        assert caller.knock(PULL, caller.headers(PULL) | {"content-length": wrong}, None) == 411
+    assert caller.knock(PULL, caller.headers(PULL) | {"x-fedx-signed": "a b c d"}, None) == 401
+    assert caller.knock(PULL, caller.headers(PULL) | {"flwr-public-key": "%"}, None) == 401
+
+
+def test_path_body_and_time_are_signed() -> None:
+    caller = Caller()
+    assert caller.knock(PULL, caller.headers(PULL, b"one"), b"one") == 200
+    assert caller.knock(PULL, caller.headers(PULL, b"one"), b"two") == 401
+    assert caller.knock(FLEET + "deactivate-node", caller.headers(PULL)) == 401
+    other = {"x-fedx-signed": Caller().headers(PULL)["x-fedx-signed"]}
+    assert caller.knock(PULL, caller.headers(PULL) | other) == 401
+    when, *rest = caller.headers(PULL)["x-fedx-signed"].split(" ")
+    later = (datetime.fromisoformat(when) + timedelta(seconds=1)).isoformat()
+    assert caller.knock(PULL, caller.headers(PULL) | {"x-fedx-signed": " ".join([later, *rest])}) == 401
+
+
+def test_a_request_comes_once() -> None:
+    caller = Caller()
+    headers = caller.headers(PULL)
+    assert [caller.knock(PULL, headers) for _ in range(2)] == [200, 401]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(-70, 401), (-50, 200), (6, 200), (50, 200), (70, 401)])
+def test_clocks_may_differ_by_a_minute(monkeypatch: pytest.MonkeyPatch, seconds: float, status: int) -> None:
+    caller = Caller()
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(UTC) + timedelta(seconds=seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(superlink, "datetime", Clock)
+        headers = caller.headers(PULL)
+    assert caller.knock(PULL, headers) == status
+
+
+def test_only_the_kind_of_key_that_we_make() -> None:
+    caller = Caller(curve=ec.SECP256R1())
+    assert caller.ask("pull-messages") == 401
+
+
+def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink, "BODY_SECONDS", 0.01)
+    caller = Caller()
+    assert caller.knock(PULL, caller.headers(PULL, b"one"), None) == 408
+    assert not caller.reached
+
+
+def test_a_site_has_a_few_requests_at_once() -> None:
+    caller = Caller()
+    caller.door._busy[public_pem(caller.private)] = superlink.AT_ONCE
+    assert caller.ask("pull-messages") == 429
+
+
+# --- what a site may say ----------------------------------------------------------------------------------------------
+
+
+def tree(name: str, *children: ObjectTree) -> ObjectTree:
+    return ObjectTree(object_id=name, children=children)
+
+
+def answer(source: int = SITE, reply_to: str = "question", parts_of: ObjectTree | None = None) -> PushMessagesRequest:
+    about = Metadata(src_node_id=source, dst_node_id=1, reply_to_message_id=reply_to, message_id="answer")
+    found = tree("answer", tree("part")) if parts_of is None else parts_of
+    return PushMessagesRequest(
+        node=Node(node_id=SITE), messages_list=[Message(metadata=about)], message_object_trees=[found]
+    )
+
+
+@pytest.fixture
+def asked() -> Caller:
+    caller = Caller()
+    caller.ledger.note(SITE, "question", ["question", "a", "b"])
+    caller.ledger.note(SITE + 1, "another's", ["another's", "c"])
+    return caller
+
+
+def test_a_site_answers_what_it_was_asked(asked: Caller) -> None:
+    assert asked.ask("push-messages", answer()) == 200
+
+
+@pytest.mark.parametrize(
+    ("request_of", "status"),
+    [
+        (lambda: answer(source=1), 403),  # in the coordinator's name
+        (lambda: answer(source=SITE + 1), 403),
+        (lambda: answer(source=1, reply_to=""), 403),
+        (lambda: answer(reply_to=""), 410),  # a message of its own
+        (lambda: answer(reply_to="another's"), 410),
+        (lambda: answer(parts_of=tree("something else")), 400),
+        (lambda: answer(parts_of=tree("answer", *(tree(str(number)) for number in range(22)))), 413),
+        (lambda: PushMessagesRequest(node=Node(node_id=SITE)), 400),
+    ],
+)
+def test_a_site_says_nothing_else(asked: Caller, request_of: Callable[[], Any], status: int) -> None:
+    assert asked.ask("push-messages", request_of()) == status
+    assert not asked.reached
+
+
+def test_a_tree_of_parts_is_as_large_as_it_looks(asked: Caller) -> None:
+    """`twice` is stored as two parts: a message of one `twice` in another would stand for ever more."""
+    asked.stored["twice"] = tree("twice", tree("a"), tree("b"))
+    for small in (tree("twice"), tree("x", tree("twice")), tree("twice", tree("a"), tree("a"))):
+        assert asked.ask("push-messages", answer(parts_of=tree("answer", small))) == 400
+    assert asked.ask("push-messages", answer(parts_of=tree("answer", asked.stored["twice"]))) == 200
+
+
+def test_a_site_fetches_and_confirms_its_own_messages(asked: Caller) -> None:
+    for part, status in (("a", 200), ("c", 403), ("unknown", 403)):
+        assert asked.ask("pull-object", PullObjectRequest(node=Node(node_id=SITE), object_id=part)) == status
+    for message, status in (("question", 200), ("another's", 403), ("a", 403)):
+        request = ConfirmMessageReceivedRequest(node=Node(node_id=SITE), message_object_id=message)
+        assert asked.ask("confirm-message-received", request) == status
+
+
+def test_what_cannot_be_read_is_refused(asked: Caller) -> None:
+    path = FLEET + "push-messages"
+    assert asked.knock(path, asked.headers(path, b"\xff"), b"\xff") == 400
+
+
+def test_old_messages_are_forgotten(asked: Caller) -> None:
+    for number in range(superlink.REMEMBERED):
+        asked.ledger.note(SITE, str(number), [])
+    assert asked.ask("push-messages", answer()) == 410
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def guarded(**bounds: int) -> Iterator[tuple[Guard, Callable[[], tuple[socket.socket, Held]]]]:
+    """A guard, and a function that connects: the caller's end and the door's."""
+    ends: list[socket.socket] = []
+    with Listener() as listener:
+        listener.guard = Guard(**bounds)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def connect() -> tuple[socket.socket, Held]:
+            caller = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
+            ends.append(caller)
+            held, _ = listener.accept()
+            ends.append(held)
+            assert isinstance(held, Held)
+            return caller, held
+
+        yield listener.guard, connect
+        for one in ends:
+            one.close()
+
+
+def is_open(held: Held) -> bool:
+    held.setblocking(False)
+    try:
+        return held.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+def test_who_waits_longest_makes_place() -> None:
+    with guarded(each=2) as (_guard, connect):
+        held = [connect()[1] for _ in range(3)]
+        assert [is_open(one) for one in held] == [False, True, True]
+    with guarded(most=2) as (_guard, connect):
+        held = [connect()[1] for _ in range(3)]
+        assert [is_open(one) for one in held] == [False, True, True]
+
+
+def test_who_has_signed_stays() -> None:
+    with guarded(each=2) as (guard, connect):
+        (first, one), (_, two) = connect(), connect()
+        guard.signed(first.getsockname(), busy=True)
+        guard.signed(first.getsockname(), busy=False)
+        connect()
+        assert (is_open(one), is_open(two)) == (True, False)
+
+
+def test_there_is_an_end_to_connections() -> None:
+    with guarded(most=1) as (_guard, connect):
+        for _ in range(1 + superlink.BACKLOG):
+            connect()
+        with pytest.raises(BlockingIOError):
+            connect()
+
+
+def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with guarded() as (guard, connect):
+        (first, one), (_, two) = connect(), connect()
+        guard.signed(first.getsockname(), busy=True)
+        guard.sweep()
+        assert is_open(two)
+        monkeypatch.setattr(superlink, "HEAD_SECONDS", -1.0)
+        guard.sweep()
+        assert (is_open(one), is_open(two)) == (True, False)
+        guard.signed(first.getsockname(), busy=False)
+        guard.sweep()
+        assert not is_open(one)
 
 
 def test_the_start_and_end_of_the_server_pass() -> None:
@@ -62,7 +324,8 @@ def test_the_start_and_end_of_the_server_pass() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    asyncio.run(SitesOnly(app)({"type": "lifespan"}, None, None))
+    door = Door(app, sites=frozenset(), ledger=Ledger(), guard=Guard(), tree_of=lambda _: None)
+    asyncio.run(door({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]
 
 
@@ -76,7 +339,7 @@ def addresses(host: str) -> list[str]:
 
 
 def test_the_coordinator_s_own_address_is_always_there() -> None:
-    """Its certificate names 127.0.0.1, and the door takes it for this machine's: any other --host needs it beside."""
+    """The certificate names 127.0.0.1 in any case: a site on this machine finds it there."""
     assert addresses("0.0.0.0") == ["0.0.0.0"]
     assert addresses("127.0.0.1") == ["127.0.0.1"]
     assert addresses("localhost") == ["127.0.0.1"]
@@ -92,7 +355,6 @@ def test_ipv6() -> None:
 
 
 def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
     from fedx_pl.sites import link
 
     monkeypatch.setattr(link, "FREE_SECONDS", 0.0)
@@ -106,7 +368,6 @@ def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
-    pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
     from threading import Timer
 
     from fedx_pl.sites import link

@@ -209,7 +209,10 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     group = commands.add_parser("federate", help="a federation of real sites, over Flower")
     kinds = group.add_subparsers(required=True, metavar="KIND")
     keys = kinds.add_parser("keys", help="make the CA, the coordinator's certificate and a key for each site")
-    keys.add_argument("--sites", required=True, metavar="NAMES", help="e.g. hospital-a,hospital-b")
+    keys.add_argument("--sites", default="", metavar="NAMES", help="e.g. hospital-a,hospital-b")
+    keys.add_argument(
+        "--revoke", default="", metavar="NAMES", help="take the keys of sites back; --sites makes new ones"
+    )
     keys.add_argument("--host", default="", help="by which sites reach the coordinator; this machine's name")
     keys.add_argument("--port", type=int, default=8000, help="of the coordinator")
     keys.add_argument("--out", type=Path, default=Path("keys"), metavar="FOLDER", help="to put them in")
@@ -220,6 +223,7 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         usage="fedx-pl federate server experiment=DATA-METHOD[-fedx] [key=value ...] --clients N [--keys keys/server]",
     )
     _add_overrides(server, "as for fedx-pl train")
+    server.add_argument("--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights")
     server.add_argument("--clients", type=int, required=True, metavar="N", help="sites of the federation")
     server.add_argument(
         "--keys", type=Path, default=Path("keys/server"), metavar="FOLDER", help="of fedx-pl federate keys"

@@ -42,7 +42,15 @@ PATIENCE_SECONDS = 30.0
 
 def make_keys(options: argparse.Namespace) -> None:
     """Certificates and keys."""
-    names = [name.strip() for name in options.sites.split(",") if name.strip()]
+    names, revoked = (
+        [word.strip() for word in words.split(",") if word.strip()] for words in (options.sites, options.revoke)
+    )
+    if not names and not revoked:
+        raise UserError("whose keys? Type --sites hospital-a,hospital-b, or --revoke hospital-a")
+    for line in keys.revoke(options.out, revoked):
+        print(line)
+    if not names:
+        return
     host = options.host or keys.known_host(options.out) or socket.getfqdn()
     for line in keys.make(options.out, host, options.port, sites=names):
         print(line)
@@ -62,7 +70,7 @@ def _coordinate(options: argparse.Namespace) -> None:
     console = progress.make_console()
     console.print(announcement(config, trains_here=False), soft_wrap=True)
     known = None if options.insecure else keys.load_server(options.keys)
-    if known is not None and len(known.sites) < config.federation.clients:
+    if known is not None and len(known.sites.keys() | known.revoked.keys()) < config.federation.clients:
         raise UserError(
             f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
             f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
@@ -87,7 +95,13 @@ def _coordinate(options: argparse.Namespace) -> None:
             link.close()
             raise
         if known is not None:
+            # A site whose key was revoked is not waited for, and what it had sent until then does not count.
+            met = {name: when for name, when in known.revoked.items() if engine.book.knows(name)}
+            engine.expected -= len(met.keys() - known.sites.keys())
             engine.book.expect(sorted(known.sites))
+            for name, when in met.items():
+                if trainer.unfinished.forget(engine.book.client_of(name), before=when):
+                    trainer.note(f"dropped the update of site {name} that came before its key was revoked")
         return engine
 
     bar = progress.ProgressBar(console)
@@ -184,7 +198,8 @@ def _server_config(options: argparse.Namespace) -> Config:
     words = options.overrides
     if any(word.startswith("federation.clients=") for word in words):
         raise UserError("type --clients N instead of federation.clients=N")
-    config = configuration.compose([*words, f"federation.clients={options.clients}"])
+    fork = [f"fork={options.fork}"] if options.fork else []
+    config = configuration.compose([*words, *fork, f"federation.clients={options.clients}"])
     if config.fedca.enabled:
         raise UserError("fedca=true needs a base encoder on every site; it works in simulations only")
     if config.engine.name != "serial":
@@ -203,13 +218,15 @@ def _serve(
 ) -> None:
     """Answers messages, and connects again whenever the coordinator was away, until the federation has ended."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+    from fedx_pl.sites.seal import Trust
 
     last = (wire.REFUSED,) if stay else (wire.REFUSED, wire.FINISHED)
+    trust = Trust(ca, private) if ca else None
     silent, refused, connection = False, 0.0, here.state / "connection"
     while here.ended not in last:
         node = None
         try:
-            node = Node(address, ca, private, before=_number(connection))
+            node = Node(address, ca, private, before=_number(connection), trust=trust)
             write_atomically(connection, str(node.number).encode(), private=True)
             say("connected; waiting for rounds")
             silent, refused = False, 0.0

@@ -363,6 +363,14 @@ class UnfinishedRound:
                 continue  # Torn by a power loss: this client trains again.
             yield update, record
 
+    def forget(self, client: int, *, before: float) -> bool:
+        """Drops a client's update if it was saved before a time; whether there was one."""
+        file = self._file(client)
+        if not file.exists() or file.stat().st_mtime > before:
+            return False
+        file.unlink()
+        return True
+
     def clear(self) -> None:
         """Forgets everything: the round is committed."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -202,8 +202,11 @@ def make_private(folder: Path) -> None:
 
 
 def private_file(path: str, flags: int) -> int:
-    """An `opener` for `open`: a file that is made is for this user alone."""
-    return os.open(path, flags, 0o600)
+    """An `opener` for `open`: the file is for this user alone, also if it was there and open to others."""
+    number = os.open(path, flags, 0o600)
+    if hasattr(os, "fchmod"):  # Not on Windows.
+        os.fchmod(number, 0o600)
+    return number
 
 
 def clear_unfinished(folder: Path) -> None:

@@ -89,6 +89,7 @@ class FlowerEngine(Engine):
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
         self._told: set[str] = set()  # names of losses and metrics: each becomes a column and a curve
         self._started = False
+        self.expected = trainer.datamodule.num_clients  # sites that the first round waits for
 
     def name_of(self, client: int) -> str:
         """The site's own name."""
@@ -99,7 +100,7 @@ class FlowerEngine(Engine):
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
         least = self.trainer.min_clients
-        wanted = least if self._started else self.trainer.datamodule.num_clients
+        wanted = least if self._started else max(least, self.expected)
         give_up, told = time.monotonic() + self.wait, -1
         while True:
             self._greet()
@@ -325,6 +326,10 @@ class SiteBook:
             self._sites.append(name)
             self._write()
         return self._sites.index(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether a site has been met."""
+        return name in self._sites
 
     def name_of(self, client: int) -> str:
         """A client's site."""

@@ -7,16 +7,17 @@ These are modules that Flower does not document; the `flower` extra pins the ver
 
 import errno
 import hashlib
+import json
 import os
 import secrets
+import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,14 @@ from fedx_pl.errors import UserError, install_hint
 from fedx_pl.files import make_private, private_file
 from fedx_pl.sites import superlink, wire
 from fedx_pl.sites.keys import ServerKeys
+from fedx_pl.sites.seal import Seal
 
 START_SECONDS = 60.0
 PATIENCE_SECONDS = 30.0  # with a SuperLink that does not answer
 FREE_SECONDS = 10.0  # until a port that is taken is free again
+HTTP_SECONDS = 30.0  # as Flower's clients
+_NOBODY = "coordinator"  # an address that is never looked up: the entrance is a file
+MOST_RECORD = 2 * 2**20  # bytes of an object that is no part of the weights; the JSON is one
 _APP = """[project]
 name = "fedx-pl"
 version = "1.0.0"
@@ -63,6 +68,7 @@ class Coming(NamedTuple):
     message: str
     parts: list[str]
     there: dict[str, bytes]
+    made_here: bool  # by the SuperLink, as nobody answers
 
 
 class Link:
@@ -81,11 +87,14 @@ class Link:
         if keys is None and host not in ("127.0.0.1", "localhost", "::1"):
             raise UserError(f"--insecure --host {host}: without TLS only on this machine; type --host 127.0.0.1")
         self._folder, self._keys = folder, keys
-        self._address = f"127.0.0.1:{port}"
+        self._seal = Seal(keys) if keys else None
         self._coming: dict[str, Coming] = {}  # by the message it answers
+        self._sent = Size(0, 0)
         sockets = _listen(host, port)
         self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115 (as long as the process)
         self._secret = secrets.token_hex(32)
+        # A folder that no other user can enter; not in the run's, as the path of a socket is short.
+        self._entrance = Path(tempfile.mkdtemp(prefix="fedx-pl-")) / "coordinator"
         self._process = self._start(sockets)
         try:
             self._wait()
@@ -108,14 +117,26 @@ class Link:
         from flwr.app import Message
 
         with self._answering():
-            (message,) = self._grid.push_messages([Message(record(content), node, kind, ttl=seconds)])
+            found, size = self._record(node, kind, content)
+            self._sent = Size(*map(max, self._sent, size))
+            (message,) = self._grid.push_messages([Message(found, node, kind, ttl=seconds)])
         return str(message) or f"unsent {secrets.token_hex(8)}"  # Of which the SuperLink says that there is no answer.
+
+    def _record(self, node: int, kind: str, content: wire.Content) -> tuple[Any, "Size"]:
+        text, blob = wire.pack(content)
+        seal: dict[str, Any] = {}
+        if self._seal is not None and self._keys is not None:
+            # Who has left is no site any more; the SuperLink will say so.
+            public = self._keys.sites.get(self._names.get(node, ""), b"")
+            seal = self._seal.fields(public, kind, text, blob)
+        return _made(text, blob, seal), size_of(blob)
 
     def receive(self, messages: Iterable[str]) -> Iterator[Reply]:
         """Answers that have come whole, one after the other: each may be as large as the weights.
 
         Flower's own way would wait for one whose upload is slow or breaks off, and end at one that it cannot read.
         """
+        from flwr.common.constant import SUPERLINK_NODE_ID
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
@@ -128,7 +149,8 @@ class Link:
                     parts = [part.object_id for part in iterate_object_tree(tree)]
                     # What it answers is what the SuperLink says, not what is written in the answer itself.
                     replied = about.metadata.reply_to_message_id
-                    self._coming[replied] = Coming(about.metadata.message_id, parts, {})
+                    here = about.metadata.src_node_id == SUPERLINK_NODE_ID  # The door lets no site say so.
+                    self._coming[replied] = Coming(about.metadata.message_id, parts, {}, made_here=here)
         for message in asked & self._coming.keys():
             with self._answering():
                 reply = self._take(message)
@@ -151,7 +173,7 @@ class Link:
                 coming.there[part] = found.object_content
         del self._coming[asked]
         client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=coming.message, **where))
-        return _reply(asked, coming)
+        return _reply(asked, coming, self._sent)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -179,15 +201,19 @@ class Link:
             self._process.kill()
             self._process.wait()
         self._log.close()
+        shutil.rmtree(self._entrance.parent, ignore_errors=True)
 
     def _start(self, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
         secret = self._folder / "superexec.secret"
-        with open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with open(secret, "w", opener=private_file) as file:
             file.write(self._secret)
+        entrance = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        entrance.bind(str(self._entrance))
+        entrance.listen()
         numbers = [one.fileno() for one in sockets]
         # By its file, not as a module of this package: it needs no torch. -P: nor what lies beside it.
         command = [sys.executable, "-P", superlink.__file__, str(os.getpid())]
-        command += [",".join(map(str, numbers)), "--isolation", "process"]
+        command += [",".join(map(str, numbers)), str(entrance.fileno()), "--isolation", "process"]
         command += ["--superexec-auth-secret-file", str(secret), "--disable-runtime-dependency-installation"]
         if keys := self._keys:
             command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.certificate)]
@@ -200,28 +226,33 @@ class Link:
         process = subprocess.Popen(
             command,
             env=environment,
-            pass_fds=numbers,
+            pass_fds=[*numbers, entrance.fileno()],
+            stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
             umask=0o077,  # What it writes is for this user alone.
         )
-        for one in sockets:
+        for one in (*sockets, entrance):
             one.close()  # It is the SuperLink's now, and ends with it.
+        sites = [public.decode() for public in self._keys.sites.values()] if self._keys else None
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # If it has ended, `_wait` says so.
+            process.stdin.write(json.dumps({"sites": sites}).encode())
         return process
 
     def _wait(self) -> None:
         import httpx
 
         give_up, reason = time.monotonic() + START_SECONDS, "it ended"
-        trusted = ssl.create_default_context(cafile=str(self._keys.ca)) if self._keys else False
-        while time.monotonic() < give_up and self._process.poll() is None:
-            try:
-                httpx.get(f"http{'s' if self._keys else ''}://{self._address}/health", verify=trusted, trust_env=False)
-                return
-            except httpx.HTTPError as error:
-                reason = str(error)
-                time.sleep(0.1)
+        with self._http() as client:
+            while time.monotonic() < give_up and self._process.poll() is None:
+                try:
+                    client.get("http://coordinator/health")
+                    return
+                except httpx.HTTPError as error:
+                    reason = str(error)
+                    time.sleep(0.1)
         raise UserError(f"Flower's SuperLink did not start ({reason}); {self._log.name} tells more")
 
     def _register(self) -> dict[int, str]:
@@ -258,12 +289,14 @@ class Link:
             master_secret=self._secret.encode(), protected_methods=_SUPEREXEC_AUTH_METHODS
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        executor = RuntimeHttpClient.from_server_address(interceptors=[version, signed], **self._server())
+        executor = self._inside(
+            RuntimeHttpClient.from_server_address(_NOBODY, True, None, interceptors=[version, signed])
+        )
         task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP.value]))
         executor.close()
-        server = self._server()
-        grid = HttpGrid(server["server_address"], server["insecure"], server["root_certificates"], token=task.token)
+        grid = HttpGrid(_NOBODY, True, None, token=task.token)
         grid._retry_invoker.max_time = PATIENCE_SECONDS  # Flower would try for ever.
+        self._inside(grid._runtime_client)
         given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
         TaskIdentity.node_id = given.context.node_id
@@ -275,11 +308,18 @@ class Link:
     def _control(self) -> Any:
         from flwr.supercore.control.control_http_client import ControlHttpClient
 
-        return ControlHttpClient.from_server_address(interceptors=[], **self._server())
+        return self._inside(ControlHttpClient.from_server_address(_NOBODY, True, None, interceptors=[]))
 
-    def _server(self) -> dict[str, Any]:
-        ca = self._keys.ca.read_bytes() if self._keys else None
-        return {"server_address": self._address, "insecure": self._keys is None, "root_certificates": ca}
+    def _inside(self, client: Any) -> Any:
+        """Makes one of Flower's clients call through the coordinator's own entrance."""
+        client._client.close()
+        client._client = self._http()
+        return client
+
+    def _http(self) -> Any:
+        import httpx
+
+        return httpx.Client(transport=httpx.HTTPTransport(uds=str(self._entrance)), timeout=HTTP_SECONDS)
 
 
 def quiet_flower(folder: Path) -> None:
@@ -320,39 +360,88 @@ def _bundle() -> bytes:
         return bytes(build_fab_from_disk(Path(folder)))
 
 
-def _reply(asked: str, coming: Coming) -> Reply:
+def _reply(asked: str, coming: Coming, sent: "Size") -> Reply:
     from flwr.common.constant import ErrorCode
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     try:
+        most = Size(2 * sent.names + 2**16, 2 * sent.tensors + 2**20)  # The answer is about as large as the question.
+        _require_small(coming.there, most.tensors)
         message: Any = inflate_object_from_contents(coming.message, coming.there)
         if message.has_error():
-            gone = message.error.code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE)
+            known = message.error.code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE)
+            gone = known and coming.made_here
             return Reply(
                 asked, None, wire.GONE if gone else wire.plain(message.error.reason) or "no answer", offline=gone
             )
-        return Reply(asked, read(message.content))
+        return Reply(asked, read(message.content, most))
     except wire.BadMessage as error:
         return Reply(asked, None, wire.plain(error))
     except Exception as error:  # Whatever Flower's readers do with bytes that a site made up.
         return Reply(asked, None, f"it cannot be read ({type(error).__name__})")
 
 
+def _require_small(parts: dict[str, bytes], most: int) -> None:
+    """An array names its parts by number, one as often as it likes: a small answer could stand for terabytes."""
+    from flwr.app import Array
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_body,
+        get_object_head_values_from_object_content,
+    )
+
+    total = 0
+    for content in parts.values():
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind != "ArrayChunk" and len(content) > MOST_RECORD:
+            raise wire.BadMessage(f"it has a record of {len(content):,} bytes")
+        if kind == "Array":
+            total += sum(
+                len(parts[children[at]]) for at in json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            )
+    if total > most:
+        raise wire.BadMessage(f"it has {total:,} bytes of tensors, {most:,} are allowed")
+
+
+class Size(NamedTuple):
+    """Of the tensors in a message, in bytes: their names and shapes, and all of them."""
+
+    names: int
+    tensors: int
+
+
+def size_of(blob: bytes) -> Size:
+    """The size of safetensors, without reading them."""
+    return Size(int.from_bytes(blob[:8], "little"), len(blob))
+
+
 def record(content: wire.Content) -> Any:
-    """The Flower record of a message, either way."""
+    """The Flower record of a message that is not sealed: a site's answer."""
+    return _made(*wire.pack(content), {})
+
+
+def _made(text: str, blob: bytes, seal: dict[str, Any]) -> Any:
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    json, blob = wire.pack(content)
     array = Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)
-    return RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": json})})
+    return RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": text} | seal)})
 
 
-def read(record: Any) -> wire.Content:
-    """A Flower record that `record` made, or anyone."""
+def read(record: Any, most: Size | None = None, check: Callable[[Any, str, bytes], None] | None = None) -> wire.Content:
+    """A Flower record that `record` made, or anyone.
+
+    Args:
+        record: of a message.
+        most: the size that its tensors may have.
+        check: looks at the record of the seal, the JSON and the tensors, and raises `BadMessage` if they are not right.
+    """
     try:
-        json, blob = record["meta"]["json"], record["tensors"]["blob"].data
+        text, blob = record["meta"]["json"], record["tensors"]["blob"].data
     except (KeyError, TypeError, AttributeError) as error:
         raise wire.BadMessage(f"it lacks {error}") from error
-    if not isinstance(json, str) or not isinstance(blob, bytes):
+    if not isinstance(text, str) or not isinstance(blob, bytes):
         raise wire.BadMessage("it has another form")
-    return wire.unpack(json, blob)
+    if most is not None and (size_of(blob).names > most.names or len(blob) > most.tensors):
+        raise wire.BadMessage("it has more or larger tensors than the network")
+    if check is not None:
+        check(record["meta"], text, blob)
+    return wire.unpack(text, blob)

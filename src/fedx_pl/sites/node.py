@@ -9,10 +9,12 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
@@ -42,6 +44,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fedx_pl.sites import wire
 from fedx_pl.sites.keys import public_pem
 from fedx_pl.sites.link import read, record
+from fedx_pl.sites.seal import Trust
+from fedx_pl.sites.superlink import SIGNED, sign
 
 HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two without one a site counts as gone.
 
@@ -67,11 +71,30 @@ class Incoming(NamedTuple):
     message: Message
 
 
+class Signing:
+    """Signs path and body of every request; Flower's own interceptor signs the time alone."""
+
+    def __init__(self, private: ec.EllipticCurvePrivateKey) -> None:
+        self._sign = lambda text: private.sign(text, ec.ECDSA(hashes.SHA384()))
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        """Called by Flower's client for each attempt."""
+        request = context.request
+        request.headers[SIGNED] = sign(request.url.path, request.read(), self._sign)
+        return call_next(context)
+
+
 class Node:
     """A connection to the coordinator; make a new one when it is lost."""
 
     def __init__(
-        self, server: str, ca: Path | None, private: ec.EllipticCurvePrivateKey, before: int | None = None
+        self,
+        server: str,
+        ca: Path | None,
+        private: ec.EllipticCurvePrivateKey,
+        before: int | None = None,
+        *,
+        trust: Trust | None = None,
     ) -> None:
         """Connects.
 
@@ -81,11 +104,13 @@ class Node:
             private: the site's key.
             before: number of this site's last connection. The coordinator may not have seen that it ended, and would
                 not let the site in a second time.
+            trust: which messages are the coordinator's; one for all connections remembers those that have come.
         """
-        signed = NodeAuthHttpInterceptor(private, private.public_key())
+        signed = [NodeAuthHttpInterceptor(private, private.public_key()), Signing(private)]
         try:
+            self._trust = trust or (Trust(ca, private) if ca else None)
             self._client = FleetHttpClient.from_server_address(
-                server, ca is None, ca and ca.read_bytes(), [RuntimeVersionHttpInterceptor("SuperNode"), signed]
+                server, ca is None, ca and ca.read_bytes(), [RuntimeVersionHttpInterceptor("SuperNode"), *signed]
             )
         except (OSError, ValueError) as error:
             raise WrongCertificate(f"{ca} is no usable certificate ({error})") from error
@@ -125,10 +150,14 @@ class Node:
         except (ObjectPullError, KeyError, TypeError, ValueError) as error:
             raise Unreachable("a message broke off") from error
         message.metadata.__dict__["_message_id"] = tree.object_id
+        kind = message.metadata.message_type
         try:
-            return Incoming(message.metadata.message_type, read(message.content), "", message=message)
+            if message.has_error():
+                raise wire.BadMessage("it is an error, which the coordinator never sends")
+            content = read(message.content, check=partial(self._trust.check, kind) if self._trust else None)
         except wire.BadMessage as error:
-            return Incoming(message.metadata.message_type, None, wire.plain(error), message=message)
+            return Incoming(kind, None, wire.plain(error), message=message)
+        return Incoming(kind, content, "", message=message)
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""
@@ -191,6 +220,8 @@ class Node:
             status = error.response.status_code
             if status in (502, 503, 504):  # A proxy whose coordinator is away.
                 raise Unreachable(f"HTTP {status}") from error
+            if status == 410:
+                raise Unreachable("the answer came too late") from error
             raise Refused(f"HTTP {status}: {error.response.text[:200]}") from error
         except httpx.HTTPError as error:
             if _certificate_error(error):

@@ -1,0 +1,115 @@
+"""Seals of the coordinator's messages: a site does only what its coordinator asks of it, whoever brings the message.
+
+TLS ends where a proxy may, and Flower itself tells a site nothing about who wrote a message. So the coordinator signs
+each with its key and sends its certificate along; a site needs nothing but the CA that it has.
+"""
+
+import hashlib
+import itertools
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedx_pl.sites.keys import AUTHORITY, ServerKeys, public_pem, read_private
+from fedx_pl.sites.wire import BadMessage
+
+_SCHEME = ec.ECDSA(hashes.SHA384())
+
+
+class Seal:
+    """The coordinator's."""
+
+    def __init__(self, keys: ServerKeys) -> None:
+        """Reads the coordinator's key.
+
+        Args:
+            keys: of the coordinator.
+        """
+        self._private, self._certificate = read_private(keys.key), keys.certificate.read_bytes()
+        self._session, self._numbers = secrets.token_hex(16), itertools.count(1)
+
+    def fields(self, site: bytes, kind: str, text: str, blob: bytes) -> dict[str, Any]:
+        """What travels with a message so that a site believes it.
+
+        Args:
+            site: its registered public key (PEM).
+            kind: of the message.
+            text: the message's JSON, which names the run.
+            blob: its tensors.
+        """
+        number = next(self._numbers)
+        signature = self._private.sign(_signed(site, kind, self._session, number, text=text, blob=blob), _SCHEME)
+        return {
+            "session": self._session,
+            "number": number,
+            "certificate": self._certificate,
+            "signature": signature,
+        }
+
+
+class Trust:
+    """A site's: which messages are its coordinator's. Keep it as long as the site runs, so that none comes twice."""
+
+    def __init__(self, ca: Path, private: ec.EllipticCurvePrivateKey) -> None:
+        """Reads the CA.
+
+        Args:
+            ca: file of certificates; only the federation's own CA counts here, not one of a proxy beside it.
+            private: the site's key.
+        """
+        found = x509.load_pem_x509_certificates(ca.read_bytes())
+        names = [(one, one.subject.get_attributes_for_oid(NameOID.COMMON_NAME)) for one in found]
+        self._authorities = [one for one, name in names if name and name[0].value == AUTHORITY]
+        self._site = public_pem(private)
+        self._last: dict[str, int] = {}  # by session: a coordinator's process
+
+    def check(self, kind: str, fields: Mapping[str, Any], text: str, blob: bytes) -> None:
+        """Raises `BadMessage` if a message is not from the coordinator, not for this site, or has come before.
+
+        Args:
+            kind: of the message.
+            fields: of `Seal.fields`, or anything.
+            text: the message's JSON.
+            blob: its tensors.
+        """
+        try:
+            session, number = str(fields["session"]), int(fields["number"])
+            certificate = x509.load_pem_x509_certificate(fields["certificate"])
+            public = self._coordinator(certificate)
+            public.verify(
+                fields["signature"], _signed(self._site, kind, session, number, text=text, blob=blob), _SCHEME
+            )
+        except KeyError as error:
+            raise BadMessage("it is not signed by the coordinator; it may need a newer fedx-pl") from error
+        except (ValueError, TypeError, InvalidSignature) as error:
+            raise BadMessage("it is not signed by this federation's coordinator for this site") from error
+        if number <= self._last.get(session, 0):
+            raise BadMessage("it has come before")
+        self._last[session] = number
+
+    def _coordinator(self, certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
+        public, now = certificate.public_key(), datetime.now(UTC)
+        if not isinstance(public, ec.EllipticCurvePublicKey):
+            raise TypeError("another kind of key")
+        if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+            raise ValueError("a certificate that is not valid now")
+        for authority in self._authorities:
+            try:
+                certificate.verify_directly_issued_by(authority)
+            except (ValueError, TypeError, InvalidSignature):
+                continue
+            return public
+        raise ValueError("a certificate of another CA")
+
+
+def _signed(site: bytes, kind: str, session: str, number: int, *, text: str, blob: bytes) -> bytes:
+    parts = [b"fedx-pl message 1", site, kind.encode(), session.encode(), str(number).encode(), text.encode(), blob]
+    return b"".join(hashlib.sha384(part).digest() for part in parts)
