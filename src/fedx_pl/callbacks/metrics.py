@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from typing import TYPE_CHECKING
 
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.files import write_atomically
+from fedx_pl.files import json_text, write_atomically
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -37,4 +36,4 @@ class MetricsFiles(RoundCallback):
         table.writerows(rows)
         write_atomically(trainer.folder / "metrics.csv", text.getvalue().encode())
         whole = {"untrained": trainer.untrained, "rounds": rows, "seconds": trainer.seconds}
-        write_atomically(trainer.folder / "metrics.json", json.dumps(whole, indent=1).encode())
+        write_atomically(trainer.folder / "metrics.json", json_text(whole, indent=1).encode())

@@ -29,9 +29,13 @@ def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) ->
     saved: dict[int, ClientRecord] = {}
     record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
     for update, where in trainer.unfinished.load(record.number):
-        record.resumed.append(update.client)
         update = replace(update, state=update.state.to(trainer.device))
-        _aggregate(record, rule, update)
+        try:
+            _aggregate(record, rule, update)
+        except BadUpdate as reason:  # Of an earlier version that let it in, or not what it was: it trains again.
+            trainer.note(f"the saved update of {trainer.name_of(update.client)} is left out: {reason}")
+            continue
+        record.resumed.append(update.client)
         _keep(trainer, record, update)
         saved[update.client] = where
     waiting = [client for client in record.clients if client not in record.resumed]

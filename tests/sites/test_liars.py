@@ -1,0 +1,154 @@
+"""Sites that lie against whole runs: one bad site never decides for the others."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
+
+from memory_federation import Answer, Fake, federate
+
+from fedx_pl.errors import UserError
+from fedx_pl.federation import checkpoint
+from fedx_pl.federation.aggregate import Aggregator
+from fedx_pl.sites import engine as flower
+from fedx_pl.sites import wire
+from fedx_pl.sites.wire import Content
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def no_constants(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rounds in metrics.json, which must be JSON to the letter."""
+    rows: list[dict[str, Any]] = json.loads((folder / "metrics.json").read_text(), parse_constant=no_constants)[
+        "rounds"
+    ]
+    return rows
+
+
+def test_a_site_that_tells_a_hundred_names_is_alone_with_them(tmp_path: Path) -> None:
+    """It is the first to answer, in all rounds; the others tell losses and a metric of their own."""
+    many = {f"n{i}": 1.0 for i in range(60)}
+    first = Fake("a", losses={"total": 1.0, **many}, metrics={f"m{i}": 1.0 for i in range(40)})
+    others = {name: Fake(name, metrics={"rankme": 9.0, "own": 1.0}) for name in "bc"}
+    trainer, notes = federate(tmp_path, {"a": first} | others, "federation.rounds=4")
+    assert [row["clients"] for row in trainer.history] == [3, 3, 3, 3]
+    assert "dropped" not in notes
+
+
+def test_names_beyond_the_bound_are_the_teller_s_own_fault(tmp_path: Path) -> None:
+    """Other names in every round, 60 of them: the second time they are too many, also beside usual names."""
+
+    def inventive(kind: str, content: Content) -> Content | None:
+        number = content.meta.get("round")
+        return Fake("a", losses={"total": 1.0, **{f"r{number}_{i}": 1.0 for i in range(60)}})(kind, content)
+
+    trainer, notes = federate(tmp_path, {"a": inventive, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=2")
+    assert [row["clients"] for row in trainer.history] == [3, 2]
+    assert "round 2: dropped site a: it tells too many different numbers" in notes
+
+
+class Stopping(Fake):
+    """A site during whose answer the coordinator is stopped, the first time."""
+
+    stopped = False
+
+    def __call__(self, kind: str, content: Content) -> Content | None:
+        if kind == wire.TRAIN and not self.stopped:
+            self.stopped = True
+            raise KeyboardInterrupt
+        return super().__call__(kind, content)
+
+
+def telling(name: str, loss: str) -> Answer:
+    """A site that sends a text for its loss, as it is: our own side would pack it as JSON."""
+
+    def answer(kind: str, content: Content) -> Content | None:
+        found = Fake(name, losses={"total": 0})(kind, content)
+        if kind == wire.HELLO or found is None:
+            return found
+        text, blob = wire.pack(found)
+        try:
+            return wire.unpack(text.replace('"total": 0', f'"total": {loss}'), blob)
+        except wire.BadMessage as error:
+            return Content({"error": str(error)}, {})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("1e308", "-1e308"), ("1e308", "1e308"), ("Infinity", "-Infinity"), ("1e999", "-1e999")]
+)
+def test_absurd_losses_of_two_sites_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """Their updates lie in the run folder when the coordinator starts again. The round shows the loss of c."""
+    monkeypatch.setattr(checkpoint, "WORTH", 0)  # Keeps every update of the unfinished round.
+    sites = {"a": telling("a", first), "b": telling("b", second), "c": Stopping("c")}
+    with pytest.raises(KeyboardInterrupt):
+        federate(tmp_path, sites, "federation.rounds=1")
+    federate(tmp_path, sites, "federation.rounds=1")
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] == 1.0
+
+
+def test_a_saved_update_that_is_refused_when_the_run_goes_on_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that knew fewer lies has let it in, and was stopped within the round; its site is asked again."""
+    monkeypatch.setattr(checkpoint, "WORTH", 0)
+    sites = {"a": Fake("a", images=10**9), "b": Stopping("b")}
+    monkeypatch.setattr(Aggregator, "add", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        federate(tmp_path, sites, "federation.rounds=1")
+    monkeypatch.undo()
+    trainer, notes = federate(tmp_path, {"a": Fake("a"), "b": Fake("b")}, "federation.rounds=1")
+    assert "the saved update of site a is left out: it claims 1000000000 images" in notes
+    assert trainer.history[0]["clients"] == 2
+
+
+def test_metrics_are_json_even_if_no_site_tells_a_loss(tmp_path: Path) -> None:
+    silent = {name: Fake(name, losses={"total": None}, metrics={"own": None}) for name in "ab"}
+    federate(tmp_path, silent, "federation.rounds=1")
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] is None
+    assert "own" not in row
+
+
+@pytest.mark.parametrize("lie", [{"rankme": -1e300}, {"rankme": 0.5}, {"rankme": 1.0, "uniformity": 0.0}])
+def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(tmp_path: Path, lie: dict[str, float]) -> None:
+    """The first two are impossible; the last could be, and is one of three."""
+    honest = {"rankme": 40.0, "uniformity": -3.0}
+    sites = {"a": Fake("a", metrics=lie)} | {name: Fake(name, metrics=honest) for name in "bc"}
+    trainer, notes = federate(tmp_path, sites, "federation.rounds=3", "on_collapse=stop")
+    assert trainer.current_round == 3
+    assert "collapsed" not in notes
+    assert trainer.alarms == []
+
+
+def test_a_collapse_that_most_sites_see_stops_the_run(tmp_path: Path) -> None:
+    sites = {name: Fake(name, metrics={"rankme": 1.0}) for name in "ab"} | {"c": Fake("c", metrics={"rankme": 1e8})}
+    with pytest.raises(UserError, match="the encoder has collapsed"):
+        federate(tmp_path, sites, "federation.rounds=3", "on_collapse=stop")
+
+
+def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second whenever it is looked at; a round waits for --timeout of them."""
+    seconds = itertools.count()
+    monkeypatch.setattr(flower, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None))
+    mute = Fake("a")
+    mute.deaf = True
+    trainer, notes = federate(tmp_path, {"a": mute, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=5", timeout=30)
+    assert notes.count("dropped site a: no answer within 30 s") == 3
+    assert "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a" in notes
+    assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]
