@@ -2,19 +2,27 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import federation_parts as parts
 import pytest
+import torch
+from helpers import silent
+from torch import Tensor
 
 pytest.importorskip("cryptography", reason="needs Flower: pip install -e '.[flower]'")
 
 from memory_federation import Answer, Fake, federate
 
+from fedx_pl.cli.sites import coordinator_run
+from fedx_pl.config.compose import REAL_SITES, compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import checkpoint
 from fedx_pl.federation.aggregate import Aggregator
+from fedx_pl.methods.base import State
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
 from fedx_pl.sites.wire import Content
@@ -152,3 +160,72 @@ def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
     assert notes.count("dropped site a: no answer within 30 s") == 3
     assert "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a" in notes
     assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+class Poisoner(Fake):
+    """Sends weights of its own making."""
+
+    def __init__(self, name: str, change: Callable[[str, Tensor], Tensor], **changed: Any) -> None:
+        super().__init__(name, **changed)
+        self.change = change
+
+    def __call__(self, kind: str, content: Content) -> Content | None:
+        found = super().__call__(kind, content)
+        if kind == wire.HELLO or found is None:
+            return found
+        return found._replace(tensors={name: self.change(name, t) for name, t in found.tensors.items()})
+
+
+def scaled(factor: float) -> Callable[[str, Tensor], Tensor]:
+    """All weights times a factor; statistics and counters stay."""
+    return lambda name, t: t if name.endswith(("running_mean", "running_var", "tracked")) else t * factor
+
+
+def filled(end: str, value: float) -> Callable[[str, Tensor], Tensor]:
+    return lambda name, t: torch.full_like(t, value) if name.endswith(end) else t
+
+
+def untrained() -> State:
+    """What the first round starts from."""
+    config = compose([*parts.WORDS, "federation.clients=3"])
+    return coordinator_run(config, silent).trainer.first_state().tensors()
+
+
+@pytest.mark.parametrize(
+    ("change", "changed", "reason"),
+    [
+        (scaled(-2), {}, "its weights kept -2 of the global ones"),
+        (scaled(0.001), {"images": 10_000_000}, "its weights kept 0.001 of the global ones"),
+        (scaled(1e-45), {}, "of the global ones, possible is 0.01 or more"),
+        (filled("running_mean", 3e38), {}, "running_mean holds 3e+38, possible is 1e+06"),
+        (filled("running_var", 3e38), {}, "running_var holds 3e+38, possible is 1e+12"),
+        (filled("num_batches_tracked", 2**62), {}, "num_batches_tracked moved by more than"),
+    ],
+    ids=["turned", "shrunk", "nothing", "mean", "variance", "counter"],
+)
+def test_poison_of_permitted_length_is_refused_by_the_plain_mean_too(
+    tmp_path: Path, change: Any, changed: dict[str, Any], reason: str
+) -> None:
+    """The others give back what they got: the model stays what it was."""
+    sites = {"a": Fake("a"), "b": Fake("b"), "c": Poisoner("c", change, **changed)}
+    _, notes = federate(tmp_path, sites, "federation.rounds=1", "aggregate=mean")
+    assert "round 1: dropped site c: " in notes
+    assert reason in notes
+    assert parts.same(parts.weights(tmp_path, 1), untrained())
+
+
+def test_by_default_a_site_moves_the_model_by_its_share_of_the_usual_way_whatever_it_claims(tmp_path: Path) -> None:
+    """a and b go 1% of the way, c ten times as far and claims all images of the world: it is clipped to 2%, and half.
+
+    (1 + 1) / 4 + 2 / 2 = 1.5%; the plain mean by its own claim would be 10%.
+    """
+    sites = {name: Poisoner(name, scaled(1.01)) for name in "ab"}
+    sites["c"] = Poisoner("c", scaled(1.1), images=10_000_000)
+    _, notes = federate(tmp_path, sites, "federation.rounds=1", *REAL_SITES)
+    after, before = (state["backbone.conv1.weight"].norm() for state in (parts.weights(tmp_path, 1), untrained()))
+    assert (after / before).item() == pytest.approx(1.015, rel=1e-4)
+    assert "its 10,000,000 images count as 20, aggregate.max_share=0.5" in notes
+    assert "the change of its weights was clipped" in notes
