@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,10 @@ def test_metrics_are_json_even_if_no_site_tells_a_loss(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path)
     assert row["loss"] is None
     assert "own" not in row
+    state = tmp_path / "checkpoints" / "round_00001" / "state.json"
+    assert json.loads(state.read_text(), parse_constant=no_constants)["rows"][0]["loss"] is None
+    trainer, _ = federate(tmp_path, silent, "federation.rounds=1")  # Finished: it is only read.
+    assert math.isnan(trainer.history[0]["loss"])
 
 
 @pytest.mark.parametrize("lie", [{"rankme": -1e300}, {"rankme": 0.5}, {"rankme": 1.0, "uniformity": 0.0}])

@@ -14,6 +14,7 @@ rest is JSON: nothing here is ever unpickled.
 """
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.files import checksum, size_of, sync_folder, tensor_bytes, write_atomically
+from fedx_pl.files import checksum, json_text, size_of, sync_folder, tensor_bytes, write_atomically
 
 # What reading a file may raise that is damaged, or made by a stranger.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
@@ -124,7 +125,7 @@ class Checkpoints:
     def commit(self, state: RunState, global_state: GlobalState) -> None:
         """Makes a round permanent, then clears what it replaces."""
         weights = tensor_bytes(global_state.tensors())
-        files = {"global.safetensors": weights, "state.json": json.dumps(asdict(state), indent=1).encode()}
+        files = {"global.safetensors": weights, "state.json": json_text(asdict(state), indent=1).encode()}
         sums = "".join(f"{checksum(content)}  {name}\n" for name, content in files.items())
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}.tmp")
@@ -220,7 +221,10 @@ class Checkpoints:
         clients = {int(client): ClientRecord(**record) for client, record in manifest["clients"].items()}
         state = RunState(
             round=manifest["round"],
-            rows=manifest["rows"],
+            # A number that was not finite is null in JSON.
+            rows=[
+                {key: math.nan if value is None else value for key, value in row.items()} for row in manifest["rows"]
+            ],
             untrained=manifest["untrained"],
             clients=clients,
             seconds=manifest["seconds"],
