@@ -56,6 +56,17 @@ def test_a_coordinator_is_not_told_how_long_training_takes_a_cpu(
     assert "GPU" not in out
 
 
+def test_a_coordinator_says_how_far_it_trusts_its_sites(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a word it clips; what is typed counts."""
+    assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
+    out = capsys.readouterr().out
+    assert "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
+    words = ["aggregate=mean", "aggregate.max_share=0.9", "--clients", "3"]
+    assert main(["federate", "server", *parts.WORDS, *words]) == 2
+    out = capsys.readouterr().out
+    assert "aggregate=mean (a site that lies may ruin the model), aggregate.max_share=0.9" in out
+
+
 def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

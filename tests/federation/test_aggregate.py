@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedx_pl.federation.aggregate import AggregateOptions, BadUpdate, FedAvg
+from fedx_pl.federation.aggregate import AggregateOptions, BadUpdate, FedAvg, counted
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState
 
@@ -138,3 +138,107 @@ def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
         average.add({"w": torch.tensor([30.0, 40.0]), "bn.running_var": torch.ones(1)}, 1)
     average.add({"w": torch.tensor([9.0, 12.0]), "bn.running_var": torch.full((1,), 1e6)}, 1)
     assert average.num_clients == 1
+
+
+# --- weights that are no longer the global ones, statistics and counters that cannot be ------------------------------
+
+
+WEIGHTS = {"backbone.w": torch.tensor([3.0, 4.0]), "head.w": torch.tensor([12.0])}
+
+
+def times(backbone: float, head: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"backbone.w": WEIGHTS["backbone.w"] * backbone, "head.w": WEIGHTS["head.w"] * head}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (times(-2, -2), "its weights kept -2 of the global ones, possible is 0.01 or more"),
+        (times(-1, -1), "its weights kept -1 "),
+        (times(0.001, 0.001), "its weights kept 0.001 "),
+        (times(1e-45, 1e-45), "its weights kept 1.*e-45 "),
+        (times(0.001), "its backbone kept 0.001 "),  # (0.001 * 25 + 144) / 169 of all: the head hides it.
+        ({"backbone.w": torch.tensor([-4.0, 3.0]), "head.w": torch.zeros(1)}, "its weights kept 0 "),  # replaced
+    ],
+)
+def test_weights_that_were_shrunk_turned_round_or_replaced_are_refused(
+    bad: dict[str, torch.Tensor], reason: str
+) -> None:
+    rule = make_rule(AggregateOptions(), GlobalState(weights=WEIGHTS))
+    rule.add(times(1.1, 0.9), 1)
+    rule.add({"backbone.w": torch.tensor([10.0, 4.0]), "head.w": torch.tensor([12.0])}, 1)  # turned and lengthened
+    with pytest.raises(BadUpdate, match=reason):
+        rule.add(bad, 1)
+    assert rule.num_clients == 2
+    make_rule(AggregateOptions(max_growth=0), GlobalState(weights=WEIGHTS)).add(bad, 1)
+
+
+def test_a_regularizer_s_changes_may_point_anywhere() -> None:
+    """SCAFFOLD's control variates are no weights."""
+    state = GlobalState(weights=WEIGHTS, server={"w": torch.ones(2)})
+    rule = make_rule(AggregateOptions(), state)
+    rule.add(GlobalState(weights=WEIGHTS, server={"w": -torch.ones(2)}).tensors(), 1)
+    assert rule.num_clients == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("bn.running_mean", 3e38, r"bn\.running_mean holds 3e\+38, possible is 1e\+06"),
+        ("bn.running_mean", -2e6, r"bn\.running_mean holds 2e\+06, possible is 1e\+06"),
+        ("bn.running_var", 2e12, r"bn\.running_var holds 2e\+12, possible is 1e\+12"),
+        ("bn.num_batches_tracked", 2**62, r"bn\.num_batches_tracked moved by more than"),
+        ("bn.num_batches_tracked", -(2**63), r"bn\.num_batches_tracked moved by more than"),
+    ],
+)
+def test_statistics_that_would_never_be_forgotten_are_refused_by_name(name: str, value: float, reason: str) -> None:
+    good = {
+        "bn.running_mean": torch.full((4,), 9e5),  # Of four, the norm is 18e5: no single one is too large.
+        "bn.running_var": torch.full((4,), 9e11),
+        "bn.num_batches_tracked": torch.tensor(10**6),
+    }
+    average = FedAvg({key: torch.zeros_like(tensor) for key, tensor in good.items()})
+    average.add(good, 1)
+    with pytest.raises(BadUpdate, match=reason):
+        average.add(good | {name: torch.full_like(good[name], value)}, 1)
+    assert average.num_clients == 1
+
+
+# --- the share of one client ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("images", "share", "expected"),
+    [
+        ([300, 100, 10_000_000], 0.5, [300, 100, 400]),  # As many as all others together.
+        ([300, 100, 200], 0.5, [300, 100, 200]),  # Just half of 600.
+        ([1, 10_000_000], 0.5, [1, 1]),
+        ([7], 0.5, [7]),
+        ([10, 90, 100, 200], 0.3, [10, 30, 30, 30]),  # c = 0.3 * (3 c + 10), so 30.
+        ([10, 20, 10_000_000], 0.3, [10, 10, 10]),  # A third is more than 0.3: all alike.
+        ([5, 6, 10_000_000], 1.0, [5, 6, 10_000_000]),
+    ],
+)
+def test_no_client_counts_for_more_than_its_share(images: list[int], share: float, expected: list[int]) -> None:
+    assert list(counted(dict(enumerate(images)), share).values()) == expected
+
+
+@given(st.lists(st.integers(1, 10_000_000), min_size=1, max_size=9), st.floats(0.01, 1))
+def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) -> None:
+    """Within one image, since they are whole; who is below its share is left alone."""
+    found = counted(dict(enumerate(images)), share)
+    assert all(1 <= found[client] <= claimed for client, claimed in enumerate(images))
+    if share * len(images) >= 1:
+        assert max(found.values()) <= share * sum(found.values()) * (1 + 1e-6) + 1
+    if max(images) <= share * sum(images):
+        assert list(found.values()) == images
+
+
+@pytest.mark.parametrize("rule", ["mean", "clip"])
+def test_a_claim_of_ten_million_images_counts_for_half(rule: str) -> None:
+    """Values 1, 1 and 3 with 300, 100 and 400 images: (400 + 1200) / 800 = 2; by its own word it would be 3."""
+    made = make_rule(AggregateOptions(rule=rule, max_share=0.5), GlobalState(weights={"w": torch.tensor([2.0])}))
+    for client, (value, images) in enumerate([(1.0, 300), (1.0, 100), (3.0, 10_000_000)]):
+        made.add({"w": torch.tensor([value])}, images, client)
+    assert made.result()["w"].item() == made.result()["w"].item() == 2.0
+    assert made.remarks == {2: "its 10,000,000 images count as 400, aggregate.max_share=0.5"}

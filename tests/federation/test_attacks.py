@@ -145,7 +145,7 @@ def test_clipping_bounds_what_one_client_can_do(kept: Any) -> None:
     for attack in ("x1000", "random"):
         assert max(kept["clip"][attack]) < 0.6
     assert kept["clip"]["sign flip"] == kept["mean"]["sign flip"]
-    assert kept["clip"]["claim"] == kept["mean"]["claim"]  # Weights are not bounded: aggregate.max_images is for that.
+    assert kept["clip"]["claim"] == kept["mean"]["claim"]  # Claims are not bounded: aggregate.max_share is for that.
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed"])

@@ -325,6 +325,8 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
         (["aggregate.trim=0.5"], r"aggregate.trim=0.5 is not possible; type a share in \[0, 0.5\)"),
         (["aggregate.byzantine=-1"], "aggregate.byzantine=-1"),
         (["aggregate.max_images=0"], "aggregate.max_images=0"),
+        (["aggregate.max_share=0"], r"aggregate.max_share=0.0 is not possible; type a share in \(0, 1\]"),
+        (["aggregate.max_share=nan"], "aggregate.max_share=nan"),
         (["aggregate.quarantine=-1"], "aggregate.quarantine=-1"),
         (["aggregate=krum", "aggregate.byzantine=2", "federation.min_clients=6"], "type federation.min_clients=7"),
     ],
@@ -338,3 +340,10 @@ def test_a_mended_client_can_be_asked_again_in_the_same_run() -> None:
     """So the quarantine does not belong to what names a run."""
     assert compose([]).run_name == compose(["aggregate.quarantine=0"]).run_name
     assert compose([]).content() == compose(["aggregate.quarantine=0"]).content()
+
+
+def test_a_bound_of_the_share_is_part_of_a_run_and_no_bound_leaves_names_as_they_were() -> None:
+    """Runs that are older than the key have content and hash without it."""
+    assert "max_share" not in compose([]).content()["aggregate"]
+    assert compose(["aggregate.max_share=1"]).run_name == compose([]).run_name
+    assert compose(["aggregate.max_share=0.5"]).hash != compose([]).hash

@@ -1,6 +1,6 @@
 """A federation in one process: the real engine, and sites behind a link of function calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Connected, Reply
 from fedx_pl.sites.site import offer
 from fedx_pl.sites.wire import Content
+from fedx_pl.trainer import FederatedTrainer
 
 Answer = Callable[[str, Content], Content | None]
 
@@ -65,6 +66,20 @@ class Fake:
             return Content({"site": self.name}, {})
         told = {"site": self.name, "images": 10, "seen": 10, "steps": content.meta["steps"] + 2, "remembered": True}
         return Content(told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed, content.tensors)
+
+
+def federate(folder: Path, sites: Mapping[str, Answer], *words: str, timeout: float = 60.0) -> tuple[Any, str]:
+    """A whole run whose sites are functions: its trainer, which has fitted, and its notes."""
+    config = compose([*parts.WORDS, f"federation.clients={len(sites)}", f"run.dir={folder}", *words])
+    watching, link = Watching(), MemoryLink()
+    for node, (name, answer) in enumerate(sites.items()):
+        link.join(node, answer, key=name)
+
+    def engine(trainer: FederatedTrainer) -> FlowerEngine:
+        return FlowerEngine(trainer, link, offer(config, 3, 16), wait=60, timeout=timeout)  # type: ignore[arg-type]
+
+    trainer = coordinator_run(config, silent, callbacks=[watching], engine=engine).fit()
+    return trainer, "\n".join(watching.notes)
 
 
 class Trial:

@@ -4,6 +4,7 @@ The sites start before any coordinator and serve one after the other. Client num
 come from the sites' names; so a simulation on the same folders must give the same weights to the bit.
 """
 
+import json
 import signal
 import stat
 import time
@@ -20,6 +21,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 from federation_parts import BYOL_FEDX, WORDS, Process
 
 from fedx_pl.cli.main import main
+from fedx_pl.config.compose import REAL_SITES
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,25 @@ def bad(self, content):
     return found._replace(tensors=found.tensors | changed[content.meta["round"] - 1])
 
 Site._train = bad
+"""
+
+# Turns the weights round, tells what cannot be, and claims all images of the world with a loss of 1e308.
+LIAR = """
+from fedx_pl.sites.site import Site
+
+train = Site._train
+
+def lie(self, content):
+    found, number = train(self, content), content.meta["round"]
+    if number == 1:
+        turned = {name: -2 * t for name, t in found.tensors.items() if name.endswith("weight")}
+        return found._replace(tensors=found.tensors | turned)
+    if number == 2:
+        return found._replace(meta=found.meta | {"metrics": {"rankme": 0.5}})
+    names = {f"n{i}": 1.0 for i in range(60)}
+    return found._replace(meta=found.meta | {"images": 10**7, "losses": {"total": 1e308}, "metrics": names})
+
+Site._train = lie
 """
 
 # Waits long for a site that is gone.
@@ -137,7 +158,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 @pytest.fixture(scope="module")
 def undisturbed(federation: Federation) -> Path:
     """Three rounds of BYOL with FedX in one process."""
-    return parts.serial(federation.images, federation.folder / "serial-3", *BYOL_FEDX, "federation.rounds=3")
+    words = (*REAL_SITES, *BYOL_FEDX, "federation.rounds=3")
+    return parts.serial(federation.images, federation.folder / "serial-3", *words)
 
 
 def assert_same(federation: Federation, run: str, expected: Path, rounds: int) -> None:
@@ -149,7 +171,7 @@ def assert_same(federation: Federation, run: str, expected: Path, rounds: int) -
 @pytest.mark.parametrize("method", [("method=simclr",), BYOL_FEDX], ids=["simclr", "byol+fedx"])
 def test_two_rounds_give_the_weights_of_a_simulation(federation: Federation, method: tuple[str, ...]) -> None:
     words = (*method, "federation.rounds=2")
-    expected = parts.serial(federation.images, federation.folder / f"serial-{len(method)}", *words)
+    expected = parts.serial(federation.images, federation.folder / f"serial-{len(method)}", *REAL_SITES, *words)
     with federation.server(f"two-{len(method)}", *words) as server:
         assert server.wait() == 0, federation.logs()
     assert_same(federation, f"two-{len(method)}", expected, rounds=2)
@@ -206,7 +228,7 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Feder
 def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
     """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
     words = ("federation.rounds=3",)
-    expected = parts.serial(federation.others(), federation.folder / "serial-others", *words)
+    expected = parts.serial(federation.others(), federation.folder / "serial-others", *REAL_SITES, *words)
     federation.hold(1)
     with (
         federation.start("d", images="b", code=BAD_SITE) as bad,
@@ -231,7 +253,7 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
     """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
     words = ("federation.rounds=2",)
-    expected = parts.serial(federation.others(), federation.folder / "serial-revoked", *words)
+    expected = parts.serial(federation.others(), federation.folder / "serial-revoked", *REAL_SITES, *words)
     pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
     federation.hold(1, "ab")
     with federation.server("revoked", *words) as server:
@@ -250,6 +272,26 @@ def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federatio
     federation.sites["c"].kill()
     assert main([*keys, "--sites", "c"]) == 0
     federation.sites["c"] = federation.start("c")
+
+
+def test_a_liar_decides_nothing(federation: Federation) -> None:
+    """All rounds are those of a, b and c; of the last, the liar's honest weights are a part."""
+    with (
+        federation.start("d", images="b", code=LIAR),
+        federation.server("liar", "federation.rounds=3", "on_collapse=stop", clients=4) as server,
+    ):
+        assert server.wait() == 0, federation.logs()
+        for text in (
+            "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5",
+            "round 1: dropped site d: its weights kept -",
+            "round 2: dropped site d: it tells rankme=0.5",
+            "round 3: site d: ",
+            "its 10,000,000 images count as 230, aggregate.max_share=0.5",
+        ):
+            assert text in server.output, federation.logs()
+    rows = json.loads((federation.folder / "liar" / "metrics.json").read_text())["rounds"]
+    assert [row["clients"] for row in rows] == [3, 3, 4]
+    assert all(row["loss"] < 100 for row in rows)
 
 
 def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:

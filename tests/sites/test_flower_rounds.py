@@ -142,7 +142,7 @@ def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     silent.deaf = True
     update, lost = trial.run([0, 1])
     assert isinstance(update, Update)
-    assert lost == Lost(0, "no answer within 0 s")
+    assert lost == Lost(0, "no answer within 0 s", fault=True)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,17 @@ def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:
         ({"losses": {"total": True}}, "losses has an entry 'total'"),
         ({"losses": {"total": "1"}}, "losses has an entry 'total'"),
         ({"losses": {"total": 1, "../x": 1}}, "losses has an entry '../x'"),
-        ({"losses": {"total": 10**400}}, "too large"),
+        ({"seen": 11}, "seen=11 is not a whole number from 0 to 10"),  # Ten images, one epoch.
+        ({"steps": 17}, "steps=17 is not a whole number from 6 to 16"),
+        ({"steps": 2**53 - 1}, "steps="),
+        ({"remembered": False, "steps": 11}, "steps=11 is not a whole number from 0 to 10"),
+        ({"losses": {"total": 1, "verlust_ä": 1}}, "losses has an entry 'verlust_ä'"),
+        ({"metrics": {"rankme": 0.5}}, "it tells rankme=0.5, possible are 1 to 1e+09"),
+        ({"metrics": {"rankme": -1e8}}, "it tells rankme=-1e+08"),
+        ({"metrics": {"uniformity": 0.1}}, "it tells uniformity=0.1, possible are -8 to 0"),
+        ({"metrics": {"alignment": 5}}, "it tells alignment=5, possible are 0 to 4"),
+        ({"metrics": {"angle": 200}}, "it tells angle=200, possible are 0 to 180"),
+        ({"metrics": {"lr": -1}}, "it tells lr=-1"),
         ({"losses": {f"n{i}": 1 for i in range(100)}}, "losses is not a small table"),
         ({"metrics": {"a b": 1}}, "metrics has an entry 'a b'"),
         ({"metrics": None}, "metrics is not a small table"),
@@ -199,6 +209,8 @@ def test_answers_that_cannot_be_read_are_a_fault(trial: Trial, monkeypatch: pyte
     "changed",
     [
         {"losses": {"total": None, "term": None}},
+        {"losses": {"total": 10**400, "term": -1e308}, "metrics": {"rankme": -1e300}},
+        {"metrics": {"rankme": 0.9999999, "uniformity": 4e-7}},  # Rounding, of a collapsed encoder.
         {"losses": {"total": 1, "never_heard_of": 2}},
         {"metrics": {"rankme": 3.5, "own": None, "loss_scale": 8192}},
         {"surprise": {"deep": [1, 2]}, "last_round": "never", "site": "someone else"},

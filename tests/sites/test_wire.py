@@ -69,7 +69,7 @@ def test_what_is_no_number_travels_as_null_and_is_not_a_number_again() -> None:
     "text",
     [
         "", "{", "nonsense", "[]", '"text"', "3", "null", "[" * 100_000, '{"a":' * 100_000, "{'a': 1}",
-        '{"a": ' + "9" * 5000 + "}", '{"a": 1} {"b": 2}', " " * (wire.MAX_JSON + 1),
+        '{"a": ' + "9" * 5000 + "}", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1} {"b": 2}', " " * (wire.MAX_JSON + 1),
     ],
     ids=lambda text: text[:12].strip() or "blank",
 )  # fmt: skip
@@ -149,6 +149,8 @@ def test_fields_are_what_they_should_be_or_refused(meta: dict[str, object]) -> N
 def test_counts() -> None:
     assert wire.whole({"n": 0}, "n") == 0
     assert wire.whole({"n": 2**53 - 1}, "n", 5) == 2**53 - 1
+    with pytest.raises(BadMessage, match=r"n=8 is not a whole number from 5 to 7"):
+        wire.whole({"n": 8}, "n", 5, 7)
     for bad in (True, False, -1, 4, 2**53, 1.0, "7", None, [7], math.nan):
         with pytest.raises(BadMessage, match=r"n=.* is not a whole number from 5 on"):
             wire.whole({"n": bad}, "n", 5)
@@ -165,13 +167,25 @@ def test_texts() -> None:
 
 def test_tables_of_numbers() -> None:
     assert wire.numbers({"t": {"a": 1, "b": 2.5}}, "t") == {"a": 1.0, "b": 2.5}
-    assert math.isinf(wire.numbers(json.loads('{"t": {"a": 1e999}}'), "t")["a"])
+    for absurd in ("1e999", "-1e999", "1e308", "-1e10", "9" * 400):
+        assert math.isnan(wire.numbers(json.loads(f'{{"t": {{"a": {absurd}}}}}'), "t")["a"])
     many = {f"n{i}": 1 for i in range(65)}
-    for bad in (None, [], 3, many, {"a": True}, {"a": "1"}, {"a": [1]}, {"a b": 1}, {"": 1}, {"a/b": 1}, {"x" * 65: 1}):
+    for bad in (
+        None,
+        [],
+        3,
+        many,
+        {"a": True},
+        {"a": "1"},
+        {"a": [1]},
+        {"a b": 1},
+        {"": 1},
+        {"a/b": 1},
+        {"x" * 65: 1},
+        {"verlust_ä": 1},
+    ):
         with pytest.raises(BadMessage, match="t "):
             wire.numbers({"t": bad}, "t")
-    with pytest.raises(BadMessage, match="too large"):
-        wire.numbers({"t": {"a": 10**400}}, "t")
 
 
 def test_words_of_others_are_one_line_that_no_terminal_obeys() -> None:

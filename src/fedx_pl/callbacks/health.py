@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class Health(RoundCallback):
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Looks at the row and at every client."""
-        record.alarms += [*self._collapse(record.row)]
+        record.alarms += [*self._collapse(record)]
         for update in record.updates:
             record.alarms += [f"{trainer.name_of(update.client)}{problem}" for problem in self._problems(update)]
         self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
@@ -69,12 +70,18 @@ class Health(RoundCallback):
         """Tells why the run ends early."""
         self._refuse_collapsed(trainer)
 
-    def _collapse(self, row: Mapping[str, Any]) -> Iterator[str]:
-        least, most = self.options.min_rankme, self.options.max_uniformity
-        if row.get("rankme", math.inf) < least:
-            yield f"{COLLAPSED}: rankme is {row['rankme']:.3g}, below {least:g}"
-        if row.get("uniformity", -math.inf) > most:
-            yield f"{COLLAPSED}: uniformity is {row['uniformity']:.3g}, above {most:g}"
+    def _collapse(self, record: RoundRecord) -> Iterator[str]:
+        """By the row; where clients measure for themselves, more than half of them must say so."""
+        told = {
+            name: [update.metrics[name] for update in record.updates if name in update.metrics]
+            for name in ("rankme", "uniformity")
+        }
+        rankme = statistics.median_high(told["rankme"] or [record.row.get("rankme", math.inf)])
+        uniformity = statistics.median_low(told["uniformity"] or [record.row.get("uniformity", -math.inf)])
+        if rankme < (least := self.options.min_rankme):
+            yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
+        if uniformity > (most := self.options.max_uniformity):
+            yield f"{COLLAPSED}: uniformity is {uniformity:.3g}, above {most:g}"
 
     def _problems(self, update: Update) -> Iterator[str]:
         first, last = _ends(update)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedx_pl.callbacks.base import RoundCallback, plain
 from fedx_pl.errors import UserError
-from fedx_pl.files import write_atomically
+from fedx_pl.files import json_text, write_atomically
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -39,7 +38,7 @@ class MetricsFiles(RoundCallback):
         table.writerows(rows)
         write_atomically(trainer.folder / "metrics.csv", text.getvalue().encode())
         whole = {"untrained": trainer.untrained, "rounds": rows, "seconds": trainer.seconds}
-        write_atomically(trainer.folder / "metrics.json", json.dumps(whole, indent=1).encode())
+        write_atomically(trainer.folder / "metrics.json", json_text(whole, indent=1).encode())
 
 
 class PlainRow(RoundCallback):

@@ -1,4 +1,4 @@
-"""Clients that send bad updates again and again are not asked any more."""
+"""Clients that send bad updates, or none, again and again are not asked any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class Quarantine(RoundCallback):
-    """Excludes a client after so many bad updates in a row. A good one clears them; being absent does not."""
+    """Excludes a client after so many bad updates in a row. A good one clears them; being absent does not.
+
+    One that is there and keeps silent is bad, too: each round would wait for it.
+    """
 
     def __init__(self, limit: int) -> None:
         """Sets the limit.
@@ -39,7 +42,9 @@ class Quarantine(RoundCallback):
         excluded = sorted(client for client, count in self.strikes.items() if 0 < self.limit <= count)
         if excluded != trainer.excluded:
             names = ", ".join(map(trainer.name_of, excluded))
-            trainer.note(f"not asked any more after aggregate.quarantine={self.limit} bad updates in a row: {names}")
+            trainer.note(
+                f"not asked any more after aggregate.quarantine={self.limit} bad or missing updates in a row: {names}"
+            )
         trainer.excluded = excluded
 
     def state_dict(self) -> dict[str, Any]:

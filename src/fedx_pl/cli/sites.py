@@ -199,7 +199,7 @@ def _server_config(options: argparse.Namespace) -> Config:
     if any(word.startswith("federation.clients=") for word in words):
         raise UserError("type --clients N instead of federation.clients=N")
     fork = [f"fork={options.fork}"] if options.fork else []
-    config = configuration.compose([*words, *fork, f"federation.clients={options.clients}"])
+    config = configuration.compose([*configuration.REAL_SITES, *words, *fork, f"federation.clients={options.clients}"])
     if config.fedca.enabled:
         raise UserError("fedca=true needs a base encoder on every site; it works in simulations only")
     if config.engine.name != "serial":

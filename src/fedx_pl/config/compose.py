@@ -39,6 +39,8 @@ CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in 
 MAX_KEY, MAX_GROUPS = 100, 5  # letters of a key, and groups within each other
 # Mixins that have a group of keys of their own.
 _GROUPED = {name: mixin for name, mixin in MIXINS.items() if hasattr(Config(), name)}
+# What `fedx-pl federate server` composes first: a site's word is its own, a simulation's clients are ours.
+REAL_SITES = ("aggregate=clip", "aggregate.max_share=0.5")
 GROUPS = ("data", "method", "recipe", "profile")
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {

@@ -39,6 +39,13 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
         f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
         f"{backbone}seed {config.seed}"
     )
+    if not trains_here:
+        rule, share = config.aggregate.rule, config.aggregate.max_share
+        known = {"mean": "a site that lies may ruin the model", "clip": "updates are clipped to the usual length"}
+        lines.append(
+            f"aggregate={rule}{f' ({known[rule]})' if rule in known else ''}, aggregate.max_share={share:g} (no site "
+            f"counts for more than {share:.0%} of a round's images)"
+        )
     return "\n".join(lines)
 
 

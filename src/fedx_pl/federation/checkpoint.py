@@ -32,6 +32,7 @@ from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState, real, 
 from fedx_pl.files import (
     UNFINISHED,
     checksum,
+    json_text,
     private_file,
     read_verified,
     require_plain,
@@ -127,7 +128,7 @@ class Checkpoints:
         """Makes a round permanent, then clears what it replaces."""
         require_there(self._folder)
         weights = tensor_bytes(global_state.tensors())
-        files = dict(zip(FILES, (weights, json.dumps(asdict(state), indent=1).encode()), strict=True))
+        files = dict(zip(FILES, (weights, json_text(asdict(state), indent=1).encode()), strict=True))
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}{UNFINISHED}")
         shutil.rmtree(temporary, ignore_errors=True)

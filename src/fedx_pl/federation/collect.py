@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.aggregate import Aggregator, BadUpdate
+from fedx_pl.federation.aggregate import Aggregator, BadUpdate, counted
 from fedx_pl.federation.round import GlobalState, Lost, RoundRecord, Update
 from fedx_pl.files import size_of
 
@@ -38,7 +38,7 @@ def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) ->
             _aggregate(record, rule, update)
         except BadUpdate as reason:  # It was good when it was saved.
             record.bytes_up = came
-            trainer.note(f"client {update.client} trains again: what an earlier process had saved is bad ({reason})")
+            trainer.note(f"the saved update of {trainer.name_of(update.client)} is left out: {reason}")
             continue
         record.resumed.append(update.client)
         _keep(trainer, record, update)
@@ -77,11 +77,14 @@ def next_state(
     trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator, saved: dict[int, ClientRecord]
 ) -> GlobalState:
     """The averaged weights, and what the regularizer's server makes of the averaged rest."""
-    met = (trainer.state.clients | saved).values()  # Of real sites, only those are known.
+    met = (trainer.state.clients | saved).items()  # Of real sites, only those are known.
     started = time.perf_counter()
-    images = sum(map(len, trainer.datamodule.clients)) or sum(client.images for client in met)
+    owned = dict(enumerate(map(len, trainer.datamodule.clients)))
+    owned = owned or {client: known.images for client, known in met if known.images}
+    images = counted(owned, trainer.aggregate.max_share)
+    took_part = sum(images[update.client] for update in record.updates) / sum(images.values())
     combined = GlobalState.from_tensors(rule.result())
-    server = trainer.regularizer.fold(trainer.global_state.server, combined.server, rule.num_images / images)
+    server = trainer.regularizer.fold(trainer.global_state.server, combined.server, took_part)
     record.aggregate_seconds += time.perf_counter() - started
     for client, remark in rule.remarks.items():
         trainer.note(f"{trainer.name_of(client)}: {remark}")

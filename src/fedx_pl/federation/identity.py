@@ -119,6 +119,8 @@ def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("run", "engine", "health", "callbacks", "logger", "site"):
         content.pop(group, None)
     content["aggregate"].pop("quarantine", None)  # A client that was mended is asked again by another value.
+    if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
+        content["aggregate"].pop("max_share")
     for place in ("cache", "download", "workers"):
         content["data"].pop(place, None)
     content["fedca"]["base"] = Path(content["fedca"]["base"]).name  # A run's folder is named after what it holds.

@@ -59,16 +59,20 @@ class _Holding(Aggregator):
             return "regularizer's tensors"
         return "statistics" if name.rpartition(".")[2] in _STATISTICS else "weights"
 
-    def _remark(self, held: _Held, text: str) -> None:
-        before = self.remarks.get(held.client)
-        self.remarks[held.client] = f"{before}; {text}" if before else text
+    def _remark(self, client: int, text: str) -> None:
+        before = self.remarks.get(client, text)
+        self.remarks[client] = before if text in before else f"{before}; {text}"  # Of counts, each kind says the same.
 
     def _mean(self, names: Sequence[str], updates: Sequence[_Held]) -> State:
         """FedAvg of some tensors of some updates."""
         average = FedAvg({name: self._reference[name] for name in names}, self._max_images)
+        average.max_share = self.max_share
         for held in updates:
-            average.add({name: held.state[name] for name in names}, held.num_images)
-        return average.result()
+            average.add({name: held.state[name] for name in names}, held.num_images, held.client)
+        result = average.result()
+        for client, text in average.remarks.items():
+            self._remark(client, text)
+        return result
 
 
 class TrimmedMean(_Holding):
@@ -168,7 +172,9 @@ class NormClipping(_Holding):
             for held, norm in zip(updates, norms, strict=True):
                 if norm > bound:
                     held = held._replace(state=self._shortened(held.state, names, bound / norm))
-                    self._remark(held, f"the change of its {kind} was clipped from norm {norm:.3g} to {bound:.3g}")
+                    self._remark(
+                        held.client, f"the change of its {kind} was clipped from norm {norm:.3g} to {bound:.3g}"
+                    )
                 fitted.append(held)
             result |= self._mean(names, fitted)
         return {name: result[name] for name in self._reference}
@@ -228,7 +234,7 @@ class MultiKrum(_Holding):
             kept = self.num_clients - self.byzantine
             result |= self._mean(names, [updates[i] for i in order[:kept]])
             for i in order[kept:]:
-                self._remark(updates[i], f"krum left out its {kind}")
+                self._remark(updates[i].client, f"krum left out its {kind}")
         return {name: result[name] for name in self._reference}
 
     def _scores(self, names: Sequence[str]) -> Tensor:
@@ -279,5 +285,5 @@ def make_rule(options: AggregateOptions, reference: GlobalState, rule: type[Aggr
     asked = [name for name in inspect.signature(kind).parameters if name not in ("reference", "max_images", "changes")]
     settings = {name: getattr(options, name) for name in asked if hasattr(options, name)}
     made = kind(reference.tensors(), max_images=options.max_images, changes=reference.server_names(), **settings)
-    made.max_growth = options.max_growth
+    made.max_growth, made.max_share = options.max_growth, options.max_share
     return made

@@ -4,6 +4,7 @@ In files and messages the tensors of a state lie side by side, told apart by the
 `from_tensors` are the only places that know these.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +165,7 @@ class RoundRecord:
             telling = [update for update in self.updates if name in update.loss_names]
             means = [update.loss(name).mean().item() for update in telling]
             images = [update.num_images for update in telling]
-            row["loss" if name == "total" else f"loss_{name}"] = statistics.fmean(means, images)
+            row["loss" if name == "total" else f"loss_{name}"] = mean(means, images)
         for name in dict.fromkeys(name for update in self.updates for name in update.metrics):
             row[name] = mean([update.metrics[name] for update in self.updates if name in update.metrics])
         data_seconds = sum(update.data_seconds for update in self.updates)
@@ -191,9 +192,19 @@ class RoundRecord:
         return sum(update.images_seen for update in self.updates) / seconds if seconds else 0.0
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean; of equal values the value itself, to the last bit."""
-    return values[0] if len(set(values)) == 1 else statistics.fmean(values)
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """The mean of those values that are finite, since one client must not decide for the others; it never raises.
+
+    Of equal values it is the value itself, to the last bit; of none, or where numbers are too large for it, nan.
+    """
+    finite = [number for number, value in enumerate(values) if math.isfinite(value)]
+    kept = [values[number] for number in finite]
+    if weights is None and len(set(kept)) == 1:
+        return kept[0]
+    try:
+        return statistics.fmean(kept, weights and [weights[number] for number in finite])
+    except (ArithmeticError, ValueError):
+        return math.nan
 
 
 def _moved(state: State, device: torch.device) -> State:

@@ -69,6 +69,8 @@ def state_of(manifest: Any) -> RunState:
             raise TypeError(f"it has {type(part).__name__} for {kind}")
     if not all(isinstance(part, dict) for part in (*rows, *callbacks.values())):
         raise TypeError("a row or a callback's state has no keys")
+    # A number that was not finite is null in JSON.
+    rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
     for row in (untrained, *rows):
         for key in row.keys() & set(_NUMBERS):
             real(row[key])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,19 @@ def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
 def size_of(state: Mapping[str, Tensor]) -> int:
     """In bytes, as it travels."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """JSON that every program can read: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def checksum(content: bytes) -> str:

@@ -77,12 +77,17 @@ def read_json(path: Path) -> Any:
     return parse_json(read_bytes(path, MAX_JSON))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Plain values from JSON of somebody; a `ValueError` if it is none, or nests too deep."""
+def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
+    """Plain values from JSON of somebody; a `ValueError` if it is none, or nests too deep.
+
+    Args:
+        text: in UTF-8 if it is bytes.
+        strict: NaN and Infinity, which Python reads and JSON does not have, are refused.
+    """
     if len(text) > MAX_JSON:
         raise ValueError(f"it has {len(text):,} characters; at most {MAX_JSON:,} are read")
     try:
-        tree = json.loads(text)
+        tree = json.loads(text, parse_constant=_no_constant if strict else None)
     except RecursionError:
         raise ValueError(f"it nests more than {MAX_DEPTH} deep") from None
     level = [tree]
@@ -115,6 +120,10 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
         return load(content)
     except Exception as error:  # A kind of number that torch has not, a shape beyond 64 bits, ...
         raise ValueError(_line(error)) from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class _Bounded:

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,17 @@ if TYPE_CHECKING:  # Flower is not needed to read this module.
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
-MOST_NAMES = 100
+MOST_NAMES = 100  # that one site may tell: each becomes a column and a curve
+# What measures can be. Those that may go beyond by rounding are cut off.
+RANGES = {
+    "rankme": (1.0, wire.MAX_NUMBER),
+    "uniformity": (-8.0, 0.0),  # -4 of many images, -8 of two
+    "feature_std": (0.0, 2.0),
+    "alignment": (0.0, 4.0),
+    "angle": (0.0, 180.0),
+    **dict.fromkeys(("lr", "loss_scale", "update_norm"), (0.0, wire.MAX_NUMBER)),
+}
+ROUNDING = 1e-3
 END_SECONDS = 5.0  # for sites to take the last message: one that looks for the coordinator tries every two seconds
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 
@@ -87,7 +98,7 @@ class FlowerEngine(Engine):
         self.guests: dict[str, Guest] = {}  # by name
         self._greeted: dict[tuple[int, str], str] = {}  # (node, since) -> message; "" once answered or refused
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
-        self._told: set[str] = set()  # names of losses and metrics: each becomes a column and a curve
+        self._told: dict[int, set[str]] = {}  # by client, the names of its losses and metrics beyond the usual ones
         self._started = False
         self.expected = trainer.datamodule.num_clients  # sites that the first round waits for
 
@@ -203,7 +214,7 @@ class FlowerEngine(Engine):
         for message, one in list(asked.items()):
             since, now = online.get(one.guest.node), time.monotonic()
             if now > one.until:
-                yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s")
+                yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s", fault=True)
             elif since is None or (one.gone and since == one.guest.since):
                 one.gone = one.gone or now
                 if now > one.gone + GRACE_SECONDS:
@@ -216,10 +227,10 @@ class FlowerEngine(Engine):
                     asked[again] = replace(one, message=again, guest=guest, gone=0.0)
                     self.trainer.note(f"{self.name_of(one.client)} was away and is asked again")
 
-    def _lose(self, asked: dict[str, Asked], message: str, reason: str) -> Lost:
+    def _lose(self, asked: dict[str, Asked], message: str, reason: str, *, fault: bool = False) -> Lost:
         one = asked.pop(message)
         self.trainer.working(self.name_of(one.client), None)
-        return Lost(one.client, reason)
+        return Lost(one.client, reason, fault=fault)
 
     def _outcome(self, one: Asked, reply: "Reply") -> Update | Lost:
         if reply.content is None:
@@ -229,31 +240,35 @@ class FlowerEngine(Engine):
             if "error" in meta:
                 raise BadMessage(wire.text(meta, "error"))
             before, epochs = one.memory or ClientMemory(), self.trainer.local_epochs
-            if meta.get("remembered") is False:  # It has counted from 0 again.
-                self.trainer.note(f"{self.name_of(one.client)} had lost its private state and started anew")
-                steps = before.steps + wire.whole(meta, "steps")
-            else:
-                steps = wire.whole(meta, "steps", before.steps)
-            memory = ClientMemory(last_round=one.content.meta["round"], steps=steps, epochs=before.epochs + epochs)
+            images = wire.whole(meta, "images", 1)
+            seen = wire.whole(meta, "seen", 0, images * epochs)
+            counted = 0 if meta.get("remembered") is False else before.steps  # It may have to count from 0 again.
+            new_steps = wire.whole(meta, "steps", counted, counted + images * epochs) - counted
             losses = wire.numbers(meta, "losses")
             if "total" not in losses:
                 raise BadMessage("it tells no loss")
             names = ("total", *(name for name in losses if name != "total"))
             table = torch.tensor([[losses[name] for name in names]])
-            images, seen = wire.whole(meta, "images", 1), wire.whole(meta, "seen")
             state = GlobalState.from_tensors(reply.content.tensors).to(self.trainer.device)
-            metrics = wire.numbers(meta, "metrics")
+            metrics = _possible(wire.numbers(meta, "metrics"))
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
             own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
             if own := [name for name in own if name not in ("loss_scale", "lr")]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
-            if len(self._told | losses.keys() | metrics.keys()) > MOST_NAMES:
+            told = self._told.get(one.client, set()) | losses.keys() | metrics.keys()
+            told -= {"total", *RANGES}
+            if len(told) > MOST_NAMES:
                 raise BadMessage("it tells too many different numbers")
-            self._told |= losses.keys() | metrics.keys()
+            self._told[one.client] = told
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)
+        if meta.get("remembered") is False:
+            self.trainer.note(f"{self.name_of(one.client)} had lost its private state and started anew")
         seconds = time.monotonic() - one.since
+        memory = ClientMemory(
+            last_round=one.content.meta["round"], steps=before.steps + new_steps, epochs=before.epochs + epochs
+        )
         return Update(
             client=one.client,
             num_images=images,
@@ -298,6 +313,17 @@ class FlowerEngine(Engine):
             if not waiting and len(told) >= expected:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def _possible(metrics: dict[str, float]) -> dict[str, float]:
+    """A site's metrics without those that are missing; raises `BadMessage` for what cannot have been measured."""
+    found = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    for name in found.keys() & RANGES.keys():
+        (least, most), value = RANGES[name], found[name]
+        found[name] = min(max(value, least), most)
+        if abs(found[name] - value) > ROUNDING:
+            raise BadMessage(f"it tells {name}={value:g}, possible are {least:g} to {most:g}")
+    return found
 
 
 class SiteBook:

@@ -1,16 +1,17 @@
 """What travels between coordinator and sites: one JSON text and one safetensors blob per message, nothing else."""
 
-import json
 import math
+import re
 from typing import Any, NamedTuple
 
-from fedx_pl.files import tensor_bytes
+from fedx_pl.files import json_text, tensor_bytes
 from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.methods.base import State
 
 HELLO, TRAIN, END = "query", "train", "query.end"  # Flower's names for messages of these kinds
 FINISHED, STOPPED, REFUSED = "finished", "stopped", "refused"  # how a federation ended for a site, in `END`
 MAX_JSON, MAX_TEXT = 1_000_000, 1000
+MAX_NUMBER = 1e9  # A loss or metric beyond it measures nothing.
 GONE = "it is gone; it may come back for a later round"  # why a site has no answer
 
 
@@ -27,8 +28,7 @@ class Content(NamedTuple):
 
 def pack(content: Content) -> tuple[str, bytes]:
     """To (JSON, safetensors); not-a-number and infinity become null."""
-    text = json.dumps(_finite(content.meta), allow_nan=False)
-    return text, tensor_bytes(content.tensors)
+    return json_text(content.meta), tensor_bytes(content.tensors)
 
 
 def unpack(text: str, blob: bytes) -> Content:
@@ -36,7 +36,7 @@ def unpack(text: str, blob: bytes) -> Content:
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
-        meta = parse_json(text)
+        meta = parse_json(text, strict=True)
         tensors = parse_tensors(blob)
     except ValueError as error:
         raise BadMessage(f"it cannot be read ({error})") from error
@@ -51,11 +51,12 @@ def plain(words: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
-def whole(meta: dict[str, Any], key: str, least: int = 0) -> int:
+def whole(meta: dict[str, Any], key: str, least: int = 0, most: int = 2**53 - 1) -> int:
     """A count in a message."""
     value = meta.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
-        raise BadMessage(f"{key}={value!r} is not a whole number from {least} on")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        range_ = f"from {least} on" if most == 2**53 - 1 else f"from {least} to {most}"
+        raise BadMessage(f"{key}={plain(repr(value))} is not a whole number {range_}")
     return value
 
 
@@ -68,23 +69,15 @@ def text(meta: dict[str, Any], key: str) -> str:
 
 
 def numbers(meta: dict[str, Any], key: str, most: int = 64) -> dict[str, float]:
-    """Named numbers in a message; null is not-a-number."""
+    """Named numbers in a message; null, and what is not finite or absurdly large, is not-a-number."""
     found = meta.get(key)
     if not isinstance(found, dict) or len(found) > most:
         raise BadMessage(f"{key} is not a small table of numbers")
     for name, value in found.items():
         good = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        if not (good and name.isidentifier() and len(name) <= 64):
-            raise BadMessage(f"{key} has an entry {name[:64]!r} that is no named number")
-    try:
-        return {name: math.nan if value is None else float(value) for name, value in found.items()}
-    except OverflowError as error:
-        raise BadMessage(f"{key} has a number that is too large") from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        if not (good and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name)):
+            raise BadMessage(f"{key} has an entry {plain(name)[:64]!r} that is no named number")
+    return {
+        name: math.nan if value is None or not abs(value) <= MAX_NUMBER else float(value)
+        for name, value in found.items()
+    }
