@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load
 
 from fedx_pl.config import compose as configuration
 from fedx_pl.config.build import build, load_images
@@ -39,6 +38,7 @@ from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.files import UNFINISHED, checksum, make_private, private_file, tensor_bytes, write_atomically
+from fedx_pl.files.reading import parse_tensors
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
@@ -358,7 +358,7 @@ class Memories:
         if round_number not in records or not file.exists():
             return None
         content = file.read_bytes()
-        return load(content) if checksum(content) == records[round_number] else None
+        return parse_tensors(content) if checksum(content) == records[round_number] else None
 
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
