@@ -90,11 +90,10 @@ class Link:
         self._coming: dict[str, Coming] = {}  # by the message it answers
         self._sent = Size(0, 0)
         sockets = _listen(host, port)
-        self._log = open(_private(folder / "superlink.log", os.O_APPEND), "ab")  # noqa: SIM115 (as long as the process)
+        self._log = open(folder / "superlink.log", "ab", opener=_private)  # noqa: SIM115 (as long as the process)
         self._secret = secrets.token_hex(32)
-        # A folder that no other user can enter; not in the run's, as the path of a socket is short.
-        self._entrance = Path(tempfile.mkdtemp(prefix="fedx-pl-")) / "coordinator"
-        self._process = self._start(sockets)
+        self._entrance, entrance = _entrance()
+        self._process = self._start(sockets, entrance)
         try:
             self._wait()
             with self._answering():
@@ -202,13 +201,10 @@ class Link:
         self._log.close()
         shutil.rmtree(self._entrance.parent, ignore_errors=True)
 
-    def _start(self, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
+    def _start(self, sockets: list[socket.socket], entrance: socket.socket) -> subprocess.Popen[bytes]:
         secret = self._folder / "superexec.secret"
-        with open(_private(secret, os.O_TRUNC), "w") as file:
+        with open(secret, "w", opener=_private) as file:
             file.write(self._secret)
-        entrance = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        entrance.bind(str(self._entrance))
-        entrance.listen()
         numbers = [one.fileno() for one in sockets]
         # By its file, not as a module of this package: it needs no torch. -P: nor what lies beside it.
         command = [sys.executable, "-P", superlink.__file__, str(os.getpid())]
@@ -349,6 +345,20 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         time.sleep(0.5)
 
 
+def _entrance() -> tuple[Path, socket.socket]:
+    """A unix socket in a folder that no other user can enter; not in the run's, as such a path must be short."""
+    place = Path(tempfile.mkdtemp(prefix="fedx-pl-")) / "coordinator"
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        found.bind(str(place))
+        found.listen()
+    except OSError as error:
+        found.close()
+        place.parent.rmdir()
+        raise UserError(f"no socket can be made at {place} ({error}); set TMPDIR to a short path") from error
+    return place, found
+
+
 def _bundle() -> bytes:
     from flwr.cli.build import build_fab_from_disk
 
@@ -358,9 +368,9 @@ def _bundle() -> bytes:
         return bytes(build_fab_from_disk(Path(folder)))
 
 
-def _private(file: Path, flags: int) -> int:
-    """Opens a file for writing that only its owner may read."""
-    number = os.open(file, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+def _private(file: str, flags: int) -> int:
+    """Opens a file that only its owner may read."""
+    number = os.open(file, flags, 0o600)
     os.fchmod(number, 0o600)  # It may have been there, open to others.
     return number
 
