@@ -9,7 +9,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -662,3 +662,21 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(coordinator: Link, m
         with pytest.raises(UserError, match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on"):
             call()
     socket.create_server(("0.0.0.0", port)).close()
+
+
+def test_without_keys_sites_register_themselves_and_the_rest_is_closed_too(tmp_path: Path) -> None:
+    """After the others: Flower has one identity per process."""
+    port = parts.free_port()
+    with closing(Link(tmp_path, "127.0.0.1", port, None)) as insecure:
+        site = Node(f"127.0.0.1:{port}", None, ec.generate_private_key(ec.SECP384R1()))
+        message = insecure.send(site.number, wire.HELLO, HELLO, 600)
+        incoming = site.next()
+        assert incoming is not None
+        with at_the_site():
+            site.answer(incoming, Content({"site": "a"}, {}))
+        (reply,) = wait(insecure, message)
+        assert reply.content is not None
+        for path in ("/health", "/v1/control/list-nodes", "/v1/fleet/unregister-node"):
+            assert httpx.post(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code == 403
+        site.close(leave=True)
+    assert not insecure._entrance.parent.exists()

@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import federation_parts as parts
@@ -376,3 +378,14 @@ def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
     Timer(0.3, taken.close).start()
     (found,) = link._listen("127.0.0.1", taken.getsockname()[1])
     found.close()
+
+
+def test_a_place_that_is_too_long_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedx_pl.sites import link
+
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(UserError, match="set TMPDIR to a short path"):
+        link._entrance()
+    assert not list(long.iterdir())

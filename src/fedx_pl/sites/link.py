@@ -93,9 +93,8 @@ class Link:
         sockets = _listen(host, port)
         self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115 (as long as the process)
         self._secret = secrets.token_hex(32)
-        # A folder that no other user can enter; not in the run's, as the path of a socket is short.
-        self._entrance = Path(tempfile.mkdtemp(prefix="fedx-pl-")) / "coordinator"
-        self._process = self._start(sockets)
+        self._entrance, entrance = _entrance()
+        self._process = self._start(sockets, entrance)
         try:
             self._wait()
             with self._answering():
@@ -203,13 +202,10 @@ class Link:
         self._log.close()
         shutil.rmtree(self._entrance.parent, ignore_errors=True)
 
-    def _start(self, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
+    def _start(self, sockets: list[socket.socket], entrance: socket.socket) -> subprocess.Popen[bytes]:
         secret = self._folder / "superexec.secret"
         with open(secret, "w", opener=private_file) as file:
             file.write(self._secret)
-        entrance = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        entrance.bind(str(self._entrance))
-        entrance.listen()
         numbers = [one.fileno() for one in sockets]
         # By its file, not as a module of this package: it needs no torch. -P: nor what lies beside it.
         command = [sys.executable, "-P", superlink.__file__, str(os.getpid())]
@@ -349,6 +345,20 @@ def _listen(host: str, port: int) -> list[socket.socket]:
                     f"--host {host} --port {port} cannot be used ({error}); type another --port, or --host 0.0.0.0"
                 ) from error
         time.sleep(0.5)
+
+
+def _entrance() -> tuple[Path, socket.socket]:
+    """A unix socket in a folder that no other user can enter; not in the run's, as such a path must be short."""
+    place = Path(tempfile.mkdtemp(prefix="fedx-pl-")) / "coordinator"
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        found.bind(str(place))
+        found.listen()
+    except OSError as error:
+        found.close()
+        place.parent.rmdir()
+        raise UserError(f"no socket can be made at {place} ({error}); set TMPDIR to a short path") from error
+    return place, found
 
 
 def _bundle() -> bytes:
