@@ -16,9 +16,8 @@ from fedx_pl.errors import UserError, for_terminal, say
 def run(options: argparse.Namespace) -> None:
     """Writes the features of a folder of images."""
     require_table(options.out)
-    with decoded_copies(options.overrides) as cache:
-        encoder = load_encoder(options)
-        encoder.cache = cache
+    encoder = load_encoder(options)
+    with decoded_copies(options.overrides) as encoder.cache:
         paths, features = encoder.embed_folder(options.images)
     write_table(options.out, paths, features)
     say(f"{options.out}: {len(paths):,} images, {features.shape[1]} features each")

@@ -12,9 +12,8 @@ def run(options: argparse.Namespace) -> None:
     """Finds the images most like one."""
     require("--count", options.count, options.count >= 1, instead="--count 12")
     require_file(options.out)
-    with decoded_copies(options.overrides) as cache:
-        encoder = load_encoder(options)
-        encoder.cache = cache
+    encoder = load_encoder(options)
+    with decoded_copies(options.overrides) as encoder.cache:
         found = neighbors.find(encoder, options.query, options.images, count=options.count)
     neighbors.contact_sheet(options.out, options.query, options.images, found=found, value_range=encoder.value_range)
     for path, like in found:
