@@ -665,3 +665,24 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again
     with pytest.raises(UserError, match=r"run was deleted or moved while it was trained in.*start again"):
         fitted(config, Deleted(client))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stray_range_of_values_does_not_become_the_run_s(run: Path, words: list[str]) -> None:
+    """The images have 8 bits: nobody may say later which values were black and white."""
+    (run / "value_range.json").write_text("[0, 65535]")
+    with pytest.raises(UserError, match=r"value_range.json changed since"):
+        Encoder.of(run)
+    assert cli.main(["train", *words, f"run.dir={run}"]) == 0
+    assert Encoder.of(run).value_range is None
+
+
+def test_a_received_run_does_not_choose_where_decoded_copies_are_written(
+    run: Path, tiny_root: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(tiny_root / "cifar-10-binary.tar.gz", elsewhere)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(f"root: {tiny_root}", f"root: {elsewhere}"))
+    assert cli.main(["evaluate", str(run), "knn"]) == 0
+    assert [file.name for file in elsewhere.iterdir()] == ["cifar-10-binary.tar.gz"]

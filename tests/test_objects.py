@@ -242,6 +242,42 @@ def test_parts_made_with_other_arguments_are_refused(
         trainer(tmp_path, max_rounds=1, **after).fit(model(SimCLR), data())
 
 
+def test_a_changed_network_or_a_changed_argument_of_any_type_is_refused(tmp_path: Path) -> None:
+    class Net(torch.nn.Sequential):
+        def __init__(self, rate: float, last: type[torch.nn.Module] = torch.nn.ReLU) -> None:
+            super().__init__(
+                torch.nn.Conv2d(3, 4, 3, stride=4), last(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+            )
+            self.rate = rate
+
+    class Mine(SimCLR):
+        def __init__(self, backbone: torch.nn.Module, *, scale: Any = None, **base: Any) -> None:
+            super().__init__(backbone, **base)
+
+    def fit(folder: str, network: torch.nn.Module, **settings: Any) -> None:
+        trainer(tmp_path / folder, max_rounds=1).fit(Mine(network, **settings), data())
+
+    fit("net", Net(0.1))
+    fit("net", Net(0.1))
+    for other in (Net(0.9), Net(0.1, torch.nn.Tanh)):
+        with pytest.raises(UserError, match="layers of the backbone changed since"):
+            fit("net", other)
+    changed = resnet10(width=4)
+    fit("ours", changed)
+    changed.relu = torch.nn.Tanh()
+    with pytest.raises(UserError, match="layers of the backbone changed since"):
+        fit("ours", changed)
+    fit("list", resnet10(width=4), scale={"a": [1.0]})
+    fit("list", resnet10(width=4), scale={"a": [1.0]})
+    with pytest.raises(UserError, match="arguments of Mine changed since"):
+        fit("list", resnet10(width=4), scale={"a": [50.0]})
+    # The encoder of a network that only its script can make.
+    with pytest.raises(UserError, match=r"allow.code"):
+        Encoder.of(tmp_path / "net")
+    encoder = Encoder.of(tmp_path / "net", backbone=Net(0.1))
+    assert encoder(torch.zeros(2, 3, 16, 16)).shape == (2, 4)
+
+
 def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) -> None:
     def net(features: int, frozen: bool = False) -> torch.nn.Module:
         layers = torch.nn.Conv2d(3, features, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
@@ -253,7 +289,10 @@ def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) 
     trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), data())
     with pytest.raises(UserError, match="frozen layers of the backbone changed since"):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), data())
-    with pytest.raises(UserError, match=r'another network.*backbone\.0\.weight; write default_root_dir="ANOTHER"'):
+    with pytest.raises(UserError, match=r'layers of the backbone changed since; write default_root_dir="ANOTHER"'):
+        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
+    (tmp_path / "code.json").unlink()  # As if it could not be told.
+    with pytest.raises(UserError, match=r"changed since|its weights do not fit"):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
 
 

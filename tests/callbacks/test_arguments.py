@@ -134,7 +134,7 @@ def test_arguments_are_taken_as_pl_trainer_takes_them() -> None:
     assert single.client_callbacks == [timer]
     numbers = FederatedTrainer(max_rounds=np.int64(3), clients_per_round=np.int64(2), seed=np.int32(7), precision=32)
     assert [type(value) for value in (numbers.max_rounds, numbers.clients_per_round, numbers.seed)] == [int] * 3
-    assert numbers.precision == "32"
+    assert numbers.precision == "32-true"
     assert FederatedTrainer(clients_per_round=np.float32(0.5)).clients_per_round == 0.5
     assert FederatedTrainer(max_time=timedelta(hours=1), devices=1, accelerator="cpu").device.type == "cpu"
     assert FederatedTrainer(evaluation=False).evaluation is None
@@ -379,9 +379,21 @@ def test_what_methods_and_evaluations_return_is_numbers(tmp_path: Path) -> None:
 def test_a_folder_of_another_network_of_the_same_class_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).fit(model(plain_network()), data())
     wider = nn.Sequential(nn.Conv2d(3, 9, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    message = r"another network or method: its weights do not fit, e\.g\. backbone\.0\.weight; write default_root_dir"
+    message = r"layers of the backbone changed since; write default_root_dir"
     with pytest.raises(UserError, match=message):
         trainer(tmp_path).fit(model(wider), data())
+
+
+def test_precisions_and_callbacks_that_a_client_cannot_have_are_refused_when_the_trainer_is_made() -> None:
+    assert [FederatedTrainer(precision=short).precision for short in (32, "32", "bf16")] == [
+        "32-true", "32-true", "bf16-mixed",
+    ]  # fmt: skip
+    for wrong in ("64-true", "16-true", "half", True):
+        with pytest.raises(UserError, match=r"precision=.* write auto or 32-true"):
+            FederatedTrainer(precision=wrong)
+    for callback in (pl.callbacks.LearningRateMonitor(), pl.callbacks.ModelCheckpoint()):
+        with pytest.raises(UserError, match=rf"client_callbacks={type(callback).__name__}.* leave it out"):
+            FederatedTrainer(client_callbacks=callback)
 
 
 def test_text_in_the_row_is_for_the_table_and_not_for_tensorboard(tmp_path: Path) -> None:

@@ -317,3 +317,9 @@ def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
     assert outdated == {}
     assert compose(["profile=mini", "data=folder"]).data.image_size == 64
     assert compose(["data=folder"]).hash != compose(["data=folder", "data.image_size=32"]).hash
+
+
+@pytest.mark.parametrize("key", ["name", "run.root", "fork", "fedca.base", "partition.file"])
+def test_values_that_are_not_utf_8_are_refused_by_key(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key}=ba\\xe9 is not UTF-8"):
+        compose([f"{key}=ba\udce9"])

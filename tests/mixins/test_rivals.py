@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_a_damaged_base_and_a_copy_beside_it_are_not_taken(base: Path) -> None:
         make_model(fedca, fedca=FedCAOptions(base=str(base)))
 
 
+def test_a_copied_round_or_a_link_in_the_base_is_refused(base: Path, tmp_path: Path) -> None:
+    fedca = wrap(FedCAMixin, SimCLR)
+    newest = max((base / "checkpoints").iterdir())
+    shutil.copytree(newest, copy := newest.with_name("round_00099"))
+    with pytest.raises(UserError, match=r"not the folder of a finished run \(round_00099 is another round\)"):
+        make_model(fedca, fedca=FedCAOptions(base=str(base)))
+    shutil.rmtree(copy)
+    (base / "checkpoints" / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"is a link to"):
+        make_model(fedca, fedca=FedCAOptions(base=str(base)))
+
+
 def test_fedca_aligns_to_the_base_encoder(base: Path) -> None:
     model = make_model(wrap(FedCAMixin, SimCLR), fedca=FedCAOptions(beta=3.0, base=str(base)))
     data = make_data()
@@ -139,7 +152,7 @@ def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -
     fedca = wrap(FedCAMixin, SimCLR)
     with pytest.raises(UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"):
         make_model(fedca)
-    with pytest.raises(UserError, match=r"not the folder of a finished run; type fedca\.base=FOLDER"):
+    with pytest.raises(UserError, match=r"not the folder of a finished run .*; type fedca\.base=FOLDER"):
         make_model(fedca, fedca=FedCAOptions(base=str(tmp_path)))
     with pytest.raises(UserError, match=r"another network.*size mismatch"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)), embed_dim=4)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Timer
+from pytorch_lightning.callbacks import Checkpoint, DeviceStatsMonitor, LearningRateMonitor, Timer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -43,7 +43,8 @@ Method = Callable[Concatenate["FederatedTrainer", P], Result]
 _LEAST = {
     "max_rounds": 1, "local_epochs": 1, "min_clients": 1, "keep": 1, "threads": 0, "client_curves": 0, "seed": 0,
 }  # fmt: skip
-_PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "32", "16", "64", "bf16")
+_PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed")
+_SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # as of `pl.Trainer`
 
 
 def speaks_of_arguments(method: Method[P, Result]) -> Method[P, Result]:
@@ -80,6 +81,12 @@ def settle(trainer: FederatedTrainer) -> None:
     trainer.logger = True if trainer.logger is None else trainer.logger
     _listed("logger", trainer.logger, Logger | bool)
     _require_states_apart(trainer.callbacks)
+    for callback in trainer.client_callbacks:
+        if isinstance(callback, Checkpoint | LearningRateMonitor | DeviceStatsMonitor):
+            raise UserError(
+                f"client_callbacks={_shown(callback)} needs a logger or checkpoints of the client's own trainer, which "
+                f"has none: the run folder keeps checkpoints, and every row has the learning rate; leave it out"
+            )
     trainer.aggregate = _options("aggregate", trainer.aggregate, AggregateOptions, RULES, "rule")
     trainer.aggregate.require_possible(trainer.min_clients)
     trainer.privacy = _options("privacy", trainer.privacy, PrivacyOptions)
@@ -240,9 +247,8 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
 def _require_place(trainer: FederatedTrainer) -> None:
     """Where and how a run is carried out."""
     precision, devices, folder = trainer.precision, trainer.devices, trainer.default_root_dir
-    if isinstance(precision, int) and not isinstance(precision, bool):
-        precision = trainer.precision = str(precision)
-    require("precision", repr(precision), precision in _PRECISIONS, instead=" or ".join(_PRECISIONS[:5]))
+    precision = trainer.precision = _SHORT_PRECISIONS.get(str(precision), precision)
+    require("precision", repr(precision), precision in _PRECISIONS, instead=" or ".join(_PRECISIONS))
     one = devices in ("auto", "1", 1) and not isinstance(devices, bool)
     listed = isinstance(devices, list | tuple) and len(devices) == 1 and type(devices[0]) is int and devices[0] >= 0
     require("devices", repr(devices), one or listed, instead='devices="auto", or [0] for the first GPU: one is used')

@@ -26,11 +26,12 @@ from fedx_pl.config.compose import compose, load
 from fedx_pl.config.registry import EVALUATION, make
 from fedx_pl.config.schema import Config
 from fedx_pl.data import split_file
-from fedx_pl.data.images import ARRAYS, ImageData
+from fedx_pl.data.images import ARRAYS, NO_CACHE, RESIZED, ImageData, cache_folder
 from fedx_pl.data.partition import Partition
 from fedx_pl.errors import Report, UserError, say
 from fedx_pl.evaluation.base import Tick
 from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.federation.identity import PYTHON
 from fedx_pl.federation.run_folder import read_run
 from fedx_pl.files import sealed, write_atomically
 from fedx_pl.provenance import foreign_code
@@ -135,7 +136,10 @@ def _read(folder: Path, allow_code: bool) -> Config:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml; type fedx-pl evaluate runs/NAME")
     config = load(folder / "config.yaml", trusted=["*"] if allow_code else [])
-    return _replaced(config, "data.cache", "")  # Who sent the run does not choose where things are written.
+    # Who sent the run does not choose where things are written: only what is there already is read from there.
+    config = _replaced(_replaced(config, "data.cache", ""), "data.download", False)
+    known = config.data.name in RESIZED or (cache_folder(config.data) / config.data.name).is_dir()
+    return config if known else _replaced(config, "data.cache", NO_CACHE)
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
@@ -166,7 +170,7 @@ def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) 
     if before is None and code:
         report(f"note: {folder} does not say which code trained it; it is measured with the code of today")
     changed = foreign_code.differing(before.modules, code) if before else []
-    if before and before.objects and train:
+    if before and before.objects and train and config.profile == PYTHON:
         raise UserError(
             f"geometry trains clients once more, and {folder} was made in Python with "
             f"{', '.join(before.objects)}, which no key tells; give that trainer "

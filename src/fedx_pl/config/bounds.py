@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from fedx_pl.errors import UserError, has_controls, wrong_type
+from fedx_pl.errors import UserError, has_controls, readable, wrong_type
 
 MAX_NAME = 150  # bytes: with seed, hash and suffix it is the name of a file, for which systems have 255
 _LONG = 2**63 - 1
@@ -57,6 +57,8 @@ def require_sensible(values: Mapping[str, Any], usual: Mapping[str, Any], ours: 
                 raise UserError(wrong_type(key, value, usual.get(key)))
             if isinstance(item, str) and has_controls(item):
                 raise UserError(f"{key}={item!r} holds a character that cannot be printed; type it without")
+            if isinstance(item, str) and item.encode(errors="replace").decode() != item:
+                raise UserError(f"{key}={readable(item)} is not UTF-8, which TensorBoard cannot keep; rename it first")
             if isinstance(item, int | float) and not isinstance(item, bool):
                 allowed = _RANGES.get(key, Range()) if key in ours else _OF_OTHERS
                 _require_within(key, item, allowed, usual.get(key))

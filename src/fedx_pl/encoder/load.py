@@ -23,6 +23,7 @@ from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.survey import Parts, survey
 from fedx_pl.errors import UserError, say
 from fedx_pl.evaluation.features import extract
+from fedx_pl.federation.identity import OWN_LAYERS
 from fedx_pl.federation.run_folder import read_run
 from fedx_pl.files.reading import read_json, read_yaml
 from fedx_pl.provenance import foreign_code
@@ -76,16 +77,24 @@ class Encoder(nn.Module):
         return self.mean.shape[1]
 
     @classmethod
-    def of(cls, run: str | Path, round_number: int | None = None, *, allow_code: bool = False) -> Encoder:
+    def of(
+        cls,
+        run: str | Path,
+        round_number: int | None = None,
+        *,
+        allow_code: bool = False,
+        backbone: nn.Module | None = None,
+    ) -> Encoder:
         """The encoder of a run, in eval mode on the CPU.
 
         Args:
             run: its folder.
             round_number: of an older checkpoint that was kept, or the best; the newest if not given.
             allow_code: the run's backbone may be a class outside this package, whose module is then imported.
+            backbone: the network of a run that was made in Python with one of your own; it gets the run's weights.
         """
         folder = Path(run)
-        config = read_config(folder, allow_code=allow_code)
+        config = read_config(folder, allow_code=allow_code, with_backbone=backbone is None)
         state, global_state = read_run(folder, round_number)
         weights = {
             name.removeprefix("backbone."): tensor
@@ -98,12 +107,16 @@ class Encoder(nn.Module):
                 f"takes an older round, if one was kept"
             )
         side, channels = _side(config), stored_channels(config.data)
-        backbone = _backbone(folder, config, channels, side=side, allow_code=allow_code)
+        if backbone is None:
+            backbone = _backbone(folder, config, channels, side=side, allow_code=allow_code)
         try:
             backbone.load_state_dict(weights)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"{folder}: its weights are not those of its configuration ({reason})") from error
+            raise UserError(
+                f"{folder}: its weights are not those of its configuration ({reason}); for a network of your own, "
+                f"write Encoder.of({str(folder)!r}, backbone=NETWORK)"
+            ) from error
         mean, std = normalization(config.data.mean, config.data.std, channels)
         return cls(backbone, mean, std, side=side, value_range=value_range_of(folder)).eval()
 
@@ -160,14 +173,17 @@ def value_range_of(run: Path) -> ValueRange | None:
     return (low, high) if low < high else None
 
 
-def read_config(folder: Path, *, allow_code: bool = False) -> Config:
+def read_config(folder: Path, *, allow_code: bool = False, with_backbone: bool = True) -> Config:
     """What a run's configuration says of its network and images; its method may be anybody's code and is not read.
 
     Args:
         folder: of the run.
         allow_code: its images and backbone may be made by code outside this package, whose module is then imported.
+        with_backbone: False leaves out what it says of the backbone.
     """
     parts = _read_parts(folder)
+    if not with_backbone:
+        parts.pop("backbone")
     if not allow_code and (foreign := sorted(code_words(parts))):
         raise UserError(
             f"{folder} names code to be run, {foreign[0]}; if you trust it, add --allow-code (in Python, "
@@ -192,6 +208,11 @@ def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code
     record = foreign_code.read_record(folder)
     if not (record.backbone if record else allow_code):  # Without a record, who allows it means it.
         return backbones.build(config.backbone, channels=channels, image_size=side)
+    if record and OWN_LAYERS in record.objects and not allow_code:
+        raise UserError(
+            f"{folder} was made in Python with a backbone of its own, {record.backbone}, which its script can make; "
+            f"there, write Encoder.of({str(folder)!r}, backbone=NETWORK), or take the weights in encoder.safetensors"
+        )
     if record and not allow_code:
         raise UserError(
             f"{folder} trained {record.backbone}, a backbone that its method brings; its code is run to make it: if "

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fedx_pl.errors import say
+from fedx_pl.errors import UserError, say
 from fedx_pl.experiments import comparison, pages, tables
 from fedx_pl.experiments.definition import load_experiments
 from fedx_pl.experiments.differences import difference_blocks
@@ -37,6 +37,8 @@ def write_report(
         UserError: there are no results, or a definition cannot be read.
     """
     out = results if out is None else out
+    if (out / pages.FIGURES).is_symlink():
+        raise UserError(f"{out / pages.FIGURES} is a link, and figures would be written elsewhere; remove it first")
     found, problems = read_results(results)
     for problem in problems:
         report(problem)

@@ -82,7 +82,7 @@ class Job:
     def rounds_done(self) -> int:
         """Read from the run's own table, so that it costs nothing to follow."""
         with contextlib.suppress(OSError):
-            return max(0, (self.folder / "metrics.csv").read_text().count("\n") - 1)
+            return max(0, (self.folder / "metrics.csv").read_bytes().count(b"\n") - 1)
         return 0
 
     def stage(self) -> str:

@@ -29,7 +29,7 @@ from fedx_pl.files import checksum
 from fedx_pl.files.reading import read_yaml
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.parameters import hyper_parameters
-from fedx_pl.mixins import MIXINS
+from fedx_pl.mixins import MIXINS, FedCAMixin
 from fedx_pl.provenance import foreign_code, loaded_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # Of objects as the first trainer got them: training may change them.
 _SEEN: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 
+OWN_LAYERS = "layers of the backbone"  # of a network that no key can say
 PYTHON = "python"  # the profile and the recipe of a run that was made from objects
 
 
@@ -155,8 +156,31 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     for thing in (*map(type, parts), *made_by):
         code |= {} if thing is None else foreign_code.code_of(thing)
     told = trainer.description
-    objects = {} if told.typed else trainer.made_with | _beyond_keys(model)
-    return Record(code, own_backbone(told, model, data), objects)
+    backbone = own_backbone(told, model, data)
+    objects = _of_other_runs(model)
+    if not told.typed:
+        objects |= trainer.made_with | _beyond_keys(model) | (_layers(model.backbone) if backbone else {})
+    return Record(code, backbone, objects)
+
+
+def _of_other_runs(model: SSLMethod) -> dict[str, str]:
+    """Of FedCA's base, a setting tells only where it is."""
+    if not isinstance(model, FedCAMixin):
+        return {}
+    return {"weights of fedca.base": model.base_checksum}
+
+
+def _layers(network: torch.nn.Module) -> dict[str, str]:
+    """A hash of a network without its weights: the classes and the plain attributes of its layers."""
+    layers = {
+        name: (type(layer), {key: value for key, value in vars(layer).items() if _is_setting(key, value)})
+        for name, layer in network.named_modules()
+    }
+    return {OWN_LAYERS: foreign_code.hash_of_values(layers)}
+
+
+def _is_setting(key: str, value: object) -> bool:
+    return not key.startswith("_") and key != "training" and not isinstance(value, torch.nn.Module | torch.Tensor)
 
 
 def made_with(trainer: FederatedTrainer) -> dict[str, str]:
@@ -183,11 +207,20 @@ def _arguments(part: object) -> dict[str, Any]:
 def _beyond_keys(model: SSLMethod) -> dict[str, str]:
     """Hashes of what no key can say of a model: arguments without a plain default, and layers that do not learn."""
     known = {*hyper_parameters(type(model)), "optim", *MIXINS}
-    others = {name: value for name, value in model.hparams.items() if name not in known}
-    plain = {name: value for name, value in others.items() if isinstance(value, bool | int | float | str | tuple)}
+    usual = inspect.signature(type(model)).parameters
+    others = {
+        name: value
+        for name, value in model.hparams.items()
+        if name not in known
+        and not isinstance(value, torch.nn.Module | torch.Tensor)
+        and not (name in usual and usual[name].default is value)
+    }
     frozen = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
-    found = {f"arguments of {type(model).__name__}": sorted(plain.items()), "frozen layers of the backbone": frozen}
-    return {name: checksum(repr(content).encode()) for name, content in found.items() if content}
+    found = {
+        f"arguments of {type(model).__name__}": others,
+        "frozen layers of the backbone": {"names": frozen} if frozen else {},
+    }
+    return {name: foreign_code.hash_of_values(content) for name, content in found.items() if content}
 
 
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:

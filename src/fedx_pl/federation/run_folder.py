@@ -194,6 +194,8 @@ def _describe(trainer: FederatedTrainer, code: Record) -> None:
     write_atomically(folder / "config.yaml", told.text.encode())
     if data.images.value_range:  # Who uses the encoder later must read images in the same way.
         write_atomically(folder / VALUE_RANGE_FILE, json.dumps(data.images.value_range).encode())
+    else:
+        (folder / VALUE_RANGE_FILE).unlink(missing_ok=True)  # It is none of this run's.
     if data.clients:  # Real sites keep to themselves which images they own.
         dealt = {key: value for key, value in told.content.items() if key.startswith("partition.")}
         options = {key.removeprefix("partition."): value for key, value in dealt.items()}
@@ -214,9 +216,9 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
         return state
     if not fork:
         return first
-    found = Checkpoints(Path(fork)).latest(mend=False)
-    if found is None:
+    if not Checkpoints(Path(fork)).rounds():
         raise UserError(f"fork={fork} holds no checkpoint; it must be the folder of a run")
+    found = read_run(Path(fork))
     _require_fitting(trainer, found[1], f"fork={fork}", instead="take the same backbone and method")
     trainer.note(f"starting from the weights of round {found[0].round} of {fork}")
     return found[1]

@@ -114,7 +114,11 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER:
         raise ValueError(f"it has {length:,} bytes of names of tensors; at most {MAX_HEADER:,} are read")
-    if (count := content.count(b'"dtype"', 8, 8 + length)) > MAX_TENSORS:
+    try:
+        count = len(parse_json(content[8 : 8 + length]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its header cannot be read ({_line(error)})") from error
+    if count > MAX_TENSORS:
         raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
     try:
         return load(content)

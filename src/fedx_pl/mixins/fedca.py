@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fedx_pl.errors import UserError, options_of, require
-from fedx_pl.files import read_verified, round_folders
-from fedx_pl.files.reading import parse_tensors
+from fedx_pl.files import checksum, read_verified, require_plain, round_folders, tensor_bytes
+from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -54,6 +54,7 @@ class FedCAMixin(Mixin):
                 f"fedca.base={self.fedca.base} is of another network ({reason}); train one with the same backbone.*, "
                 f"method and method.embed_dim"
             ) from error
+        self.base_checksum = checksum(tensor_bytes(network.state_dict()))
         self._fedca_base = Frozen()
         self._fedca_base.refresh(nn.Sequential(network["backbone"], network["projector"]))
 
@@ -77,9 +78,13 @@ def _base_state(base: str) -> State:
     try:
         if not (Path(base) / "encoder.safetensors").exists():
             raise FileNotFoundError("encoder.safetensors")
+        require_plain(Path(base), ("checkpoints",))
         newest = round_folders(Path(base) / "checkpoints")[-1]
-        return parse_tensors(read_verified(newest, ("global.safetensors", "state.json"))["global.safetensors"])
-    except (IndexError, OSError, ValueError) as error:
+        files = read_verified(newest, ("global.safetensors", "state.json"))
+        if newest.name != f"round_{int(parse_json(files['state.json'])['round']):05d}":
+            raise ValueError(f"{newest.name} is another round")
+        return parse_tensors(files["global.safetensors"])
+    except (IndexError, KeyError, TypeError, OSError, ValueError) as error:
         raise UserError(
-            f"fedca.base={base} is not the folder of a finished run; type fedca.base=FOLDER, where it is"
+            f"fedca.base={base} is not the folder of a finished run ({error}); type fedca.base=FOLDER, where it is"
         ) from error

@@ -81,6 +81,15 @@ class TestWhatIsNotACache:
             load(wanted, report=silent)
         assert snapshot(root) == before
 
+    def test_arrays_and_a_list_of_the_user_are_no_cache(self, root: Path, tmp_path: Path) -> None:
+        own = tmp_path / "cache" / "cifar10"
+        own.mkdir(parents=True)
+        (own / "manifest.json").write_text('{"info": "my own measurements", "owner": "me"}')
+        np.save(own / "mine.npy", np.arange(3))
+        before = snapshot(own)
+        load(named(root, cache=str(tmp_path / "cache")), report=silent)
+        assert snapshot(own) == before
+
     def test_a_folder_of_the_user_is_left_as_it_is(self, root: Path, tmp_path: Path) -> None:
         lines: list[str] = []
         mine = tmp_path / "elsewhere" / "cifar10"
