@@ -154,6 +154,19 @@ def finished(job: Job, config: Config | None = None, **row: float) -> Job:
     return job
 
 
+def test_a_run_whose_newest_round_is_damaged_is_trained_on(tmp_path: Path) -> None:
+    job = job_in(tmp_path, "federation.rounds=2")
+    finished(job)
+    Checkpoints(job.folder).commit(
+        RunState(round=1, rows=[{"round": 1}], seconds=1.0), GlobalState(weights={"w": torch.zeros(1)})
+    )
+    assert job.next_command() is None
+    state = job.folder / "checkpoints" / "round_00002" / "state.json"
+    state.write_text(state.read_text().replace("12.5", "92.5"))
+    (job.folder / "metrics.csv").write_bytes(b"round\n\xff1\n2\n")
+    assert job.next_command() == ["train", *job.overrides, "--yes"]
+
+
 def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str = "run") -> Job:
     overrides = [f"run.dir={tmp_path / name}", "federation.rounds=1", "run.threads=1", *words]
     return Job(overrides=overrides, config=compose(overrides), evaluate=list(evaluate))
