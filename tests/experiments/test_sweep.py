@@ -167,6 +167,13 @@ def test_a_run_whose_newest_round_is_damaged_is_trained_on(tmp_path: Path) -> No
     assert job.next_command() == ["train", *job.overrides, "--yes"]
 
 
+def test_what_a_run_was_given_beside_its_code_does_not_make_a_sweep_train_it_again(tmp_path: Path) -> None:
+    """Such as the weights of FedCA's base, which `train` compares itself."""
+    job = finished(job_in(tmp_path))
+    write_record(job.folder, Record(objects={"weights of fedca.base": "0" * 64}))
+    assert job.next_command() is None
+
+
 def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str = "run") -> Job:
     overrides = [f"run.dir={tmp_path / name}", "federation.rounds=1", "run.threads=1", *words]
     return Job(overrides=overrides, config=compose(overrides), evaluate=list(evaluate))

@@ -51,8 +51,7 @@ class Record:
     @property
     def hash(self) -> str:
         """Sixteen digits for result files; empty if all code is this package's."""
-        content = self.modules | self.objects
-        return checksum(json.dumps(content, sort_keys=True).encode())[:16] if content else ""
+        return checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
 
 
 def read_record(folder: Path) -> Record | None:
