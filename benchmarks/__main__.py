@@ -33,7 +33,9 @@ OUT = Path(__file__).parent / "results" / "latest.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts asked for; a missed target is a result, not an error."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)  # A file has no width.
+    console = Console(
+        highlight=False, width=None if sys.stdout.isatty() else 120
+    )  # A file has no width.
     try:
         _run(options, console)
     except UserError as error:
@@ -46,13 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How fast a federated round is.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME", help=", ".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="one repeat of few steps: shows that it runs")
-    parser.add_argument("--repeats", type=int, default=3, help="of each contender; the best counts (default 3)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="How fast a federated round is."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="NAME",
+        help=", ".join(PARTS),
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one repeat of few steps: shows that it runs"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each contender; the best counts (default 3)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--out", type=Path, default=OUT, help="where the JSON goes (default benchmarks/results/latest.json)"
+        "--out",
+        type=Path,
+        default=OUT,
+        help="where the JSON goes (default benchmarks/results/latest.json)",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="configuration keys for all of ours, e.g. run.compile=true data.root=FOLDER")  # fmt: skip
@@ -64,8 +82,15 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         raise UserError(f"--repeats {options.repeats} is not possible; type --repeats 3")
     repeats = 1 if options.quick else options.repeats
     minutes = sum(PARTS[name][1] for name in options.only) * repeats / 3
-    expected = "a minute or two" if options.quick else f"about {max(minutes, 1):.0f} minutes on two idle cores"
-    console.print(f"{', '.join(options.only)}: {repeats} repeat(s) of each contender, {expected}", soft_wrap=True)
+    expected = (
+        "a minute or two"
+        if options.quick
+        else f"about {max(minutes, 1):.0f} minutes on two idle cores"
+    )
+    console.print(
+        f"{', '.join(options.only)}: {repeats} repeat(s) of each contender, {expected}",
+        soft_wrap=True,
+    )
     device = resolve_device(options.device)
     header: dict[str, Any] = {
         "quick": options.quick,
@@ -92,7 +117,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         parts[name] = PARTS[name][0](setting)
         parts[name].facts["seconds in all"] = time.perf_counter() - started
         report.show(console, name, parts[name], quick=options.quick)
-        report.save(options.out, header, parts)  # After every part: an interruption keeps what is done.
+        report.save(
+            options.out, header, parts
+        )  # After every part: an interruption keeps what is done.
     verdicts = [row.verdict for part in parts.values() for row in part.rows if row.verdict]
     summary = "" if options.quick else f"{verdicts.count('met')} of {len(verdicts)} targets met; "
     console.print(f"{summary}saved in {options.out}", soft_wrap=True)

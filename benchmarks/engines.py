@@ -54,14 +54,24 @@ def measure(setting: Setting) -> Part:
 
 def _training(setting: Setting, part: Part) -> None:
     """FedX on SimCLR as in the cpu profile, but with the paper's ten clients: five divide badly by two."""
-    size = [f"data.limit={setting.few(2500, 320)}", f"federation.clients={setting.few(10, 4)}", "federation.epochs=1"]
+    size = [
+        f"data.limit={setting.few(2500, 320)}",
+        f"federation.clients={setting.few(10, 4)}",
+        "federation.epochs=1",
+    ]
     run = _build(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
     cores, images = usable_cores(), images_of(run)
     serial, started = SerialEngine(run.trainer), time.perf_counter()
     with closing(RayEngine(run.trainer, run.config.engine)) as ray:
         _round(ray, threads=1)  # Waits for the workers.
-        part.facts["seconds to the end of a first round, with the start of Ray"] = time.perf_counter() - started
-        names = f"Ray, {WORKERS} workers x {ray.sizes.threads}", f"serial, {cores} threads", "serial, 1 thread"
+        part.facts["seconds to the end of a first round, with the start of Ray"] = (
+            time.perf_counter() - started
+        )
+        names = (
+            f"Ray, {WORKERS} workers x {ray.sizes.threads}",
+            f"serial, {cores} threads",
+            "serial, 1 thread",
+        )
         times = interleave(
             {
                 names[0]: lambda: Lap(images, _round(ray, threads=1)),
@@ -81,7 +91,9 @@ def _training(setting: Setting, part: Part) -> None:
         Row("Ray: memory per worker", max(worker["Pss"] for worker in held), "MB"),
     ]
     part.facts["memory of each worker, MB"] = held
-    part.contenders = [{"contender": name, "images/s": 1 / value} for name, value in best(times).items()]
+    part.contenders = [
+        {"contender": name, "images/s": 1 / value} for name, value in best(times).items()
+    ]
 
 
 def _overhead(setting: Setting, part: Part) -> None:
@@ -142,4 +154,6 @@ def _memory(_: object) -> dict[str, float]:
     """MB of the process that runs this: all that is mapped (Rss), or a fair share of what others map too (Pss)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     fields = (line.split() for line in lines)
-    return {name.rstrip(":"): float(kb) / 1e3 for name, kb, *_ in fields if name in ("Rss:", "Pss:")}
+    return {
+        name.rstrip(":"): float(kb) / 1e3 for name, kb, *_ in fields if name in ("Rss:", "Pss:")
+    }

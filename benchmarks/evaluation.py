@@ -18,10 +18,18 @@ from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 def whole(setting: Setting) -> Part:
     """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
     images, epochs = setting.few(10_000, 640), setting.few(100, 5)
-    size = [f"data.limit={images}", f"data.test_limit={images}", "federation.clients=5", "federation.rounds=1"]
+    size = [
+        f"data.limit={images}",
+        f"data.test_limit={images}",
+        "federation.clients=5",
+        "federation.rounds=1",
+    ]
     size += ["federation.epochs=1", f"evaluation.linear.epochs={epochs}", "evaluation.labels=limit"]
     fedx = [name for name in VARIANTS if name != "plain"]
-    runs = {name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True) for name in fedx}
+    runs = {
+        name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True)
+        for name in fedx
+    }
     rival, test = reference.Reference(runs["FedX"]), runs["FedX"].data.images.test
     assert test is not None
     accuracies: list[float] = []
@@ -57,12 +65,16 @@ def probe(setting: Setting) -> Part:
     on_cpu = [tensor.cpu() for tensor in sets]
 
     def run_reference() -> int:
-        accuracies["reference"].append(reference.linear_probe(*on_cpu, epochs=epochs, device=setting.device))
+        accuracies["reference"].append(
+            reference.linear_probe(*on_cpu, epochs=epochs, device=setting.device)
+        )
         return epochs * len(sets[0])
 
     def run_ours() -> int:
         seed = len(accuracies["ours"])
-        found = linear_probe(*sets, classes=classes, options=LinearOptions(epochs=epochs), seed=seed)
+        found = linear_probe(
+            *sets, classes=classes, options=LinearOptions(epochs=epochs), seed=seed
+        )
         accuracies["ours"].append(found.top1)
         return epochs * len(sets[0])
 
@@ -76,10 +88,15 @@ def probe(setting: Setting) -> Part:
     mean = {name: sum(values) / len(values) for name, values in accuracies.items()}
     rows = [
         Row("linear probe against reference", seconds["reference"] / seconds["ours"]),
-        Row("linear probe, accuracy apart from the reference's", abs(mean["ours"] - mean["reference"]), "points"),
+        Row(
+            "linear probe, accuracy apart from the reference's",
+            abs(mean["ours"] - mean["reference"]),
+            "points",
+        ),
     ]
     table = [
-        {"contender": name, "s": seconds[name] * epochs * len(sets[0]), "linear top-1": mean[name]} for name in seconds
+        {"contender": name, "s": seconds[name] * epochs * len(sets[0]), "linear top-1": mean[name]}
+        for name in seconds
     ]
     return Part(rows, times, table, {"linear top-1": accuracies})
 
@@ -92,7 +109,9 @@ def features(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device, images, plain = run.trainer.device, run.data.images, run.data.augment.plain
     torch.manual_seed(0)
     # 512 features at an eighth of ResNet-18's price.
-    network = backbones.build(BackboneOptions("resnet10", width=64, stem="half"), channels=3, image_size=32)
+    network = backbones.build(
+        BackboneOptions("resnet10", width=64, stem="half"), channels=3, image_size=32
+    )
     network = network.to(device).to(memory_format=torch.channels_last).train()
     with torch.no_grad():
         for _ in range(5):

@@ -10,7 +10,13 @@ from benchmarks.targets import OVERHEAD
 from fedx_pl.config.build import Run
 
 # Two images per client, one step, no augmentation.
-_NOTHING = ("optim.batch_size=2", "federation.epochs=1", "augment.crop=none", "augment.flip=0", "augment.jitter_prob=0")
+_NOTHING = (
+    "optim.batch_size=2",
+    "federation.epochs=1",
+    "augment.crop=none",
+    "augment.flip=0",
+    "augment.jitter_prob=0",
+)
 _FEDX = ("fedx=true", "optim.batch_size=4")
 
 # Where the time goes: functions by file and name, whose cumulative times do not overlap.

@@ -33,14 +33,18 @@ class Network(nn.Module):
         assert isinstance(model, FedXMixin)
         super().__init__()
         parts = copy.deepcopy((model.backbone, model.projector, model.fedx_head))
-        self.backbone, self.projector, self.head = (part.to(memory_format=torch.contiguous_format) for part in parts)
+        self.backbone, self.projector, self.head = (
+            part.to(memory_format=torch.contiguous_format) for part in parts
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``z``: (n, C, h, w) -> (n, d)."""
         return self.projector(self.backbone(x))
 
 
-def step_loss(network: Network, frozen: Network, first: Tensor, second: Tensor, relation: Tensor) -> Tensor:
+def step_loss(
+    network: Network, frozen: Network, first: Tensor, second: Tensor, relation: Tensor
+) -> Tensor:
     """The four terms of FedX on SimCLR in the released code's form, summed.
 
     Args:
@@ -64,7 +68,9 @@ def step_loss(network: Network, frozen: Network, first: Tensor, second: Tensor, 
 class PilImages(Dataset):
     """Images one by one: PIL, then ``transform``, ``views`` times; with the label."""
 
-    def __init__(self, split: Split, rows: np.ndarray, transform: transforms.Compose, views: int) -> None:
+    def __init__(
+        self, split: Split, rows: np.ndarray, transform: transforms.Compose, views: int
+    ) -> None:
         assert split.labels is not None
         self.images, self.labels, self.rows = split.images, split.labels, rows
         self.transform, self.views = transform, views
@@ -86,7 +92,11 @@ class Reference:
         Args:
             run: of FedX on SimCLR with the default relation.
         """
-        self.split, self.rows, self.device = run.data.images.train, run.data.clients, run.trainer.device
+        self.split, self.rows, self.device = (
+            run.data.images.train,
+            run.data.clients,
+            run.trainer.device,
+        )
         self.server = Network(run.model).to(self.device)
         self.clients = [copy.deepcopy(self.server) for _ in self.rows]
         data, augment = run.trainer.client_data(0, round_number=1), run.data.augment
@@ -97,7 +107,9 @@ class Reference:
             [
                 transforms.RandomCrop(side, padding=options.pad, padding_mode="reflect"),
                 transforms.RandomHorizontalFlip(),
-                transforms.ColorJitter(options.brightness, options.contrast, options.saturation, options.hue),
+                transforms.ColorJitter(
+                    options.brightness, options.contrast, options.saturation, options.hue
+                ),
                 *self.to_tensor,
             ]
         )
@@ -117,7 +129,9 @@ class Reference:
         network.train()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
         loaders = [
-            DataLoader(PilImages(self.split, rows, self.augment, views), size, shuffle=True, drop_last=True)
+            DataLoader(
+                PilImages(self.split, rows, self.augment, views), size, shuffle=True, drop_last=True
+            )
             for views, size in ((2, self.batch), (1, self.relation))
         ]
         seen = 0
@@ -143,7 +157,9 @@ class Reference:
         """Features (N, D) in eval mode without augmentation, and labels (N,), both on the CPU."""
         self.server.eval()
         plain = transforms.Compose(self.to_tensor)
-        loader = DataLoader(PilImages(split, np.arange(len(split.images)), plain, views=1), self.batch)
+        loader = DataLoader(
+            PilImages(split, np.arange(len(split.images)), plain, views=1), self.batch
+        )
         found = [(self.server.backbone(x.to(self.device)).cpu(), y) for (x,), y in loader]
         x, y = zip(*found, strict=True)
         return torch.cat(x), torch.cat(y)
@@ -154,12 +170,21 @@ def average(server: Network, clients: Sequence[Network], sizes: Sequence[int]) -
     states = [client.state_dict() for client in clients]
     weights = [size / sum(sizes) for size in sizes]
     server.load_state_dict(
-        {name: sum(w * state[name] for w, state in zip(weights, states, strict=True)) for name in states[0]}
+        {
+            name: sum(w * state[name] for w, state in zip(weights, states, strict=True))
+            for name in states[0]
+        }
     )
 
 
 def linear_probe(
-    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, *, epochs: int, device: torch.device
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    *,
+    epochs: int,
+    device: torch.device,
 ) -> float:
     """Adam on frozen features through a loader that collates single rows; top-1 in percent.
 
@@ -182,6 +207,7 @@ def linear_probe(
             optimizer.step()
     with torch.no_grad():
         hits = [
-            (classifier(x.to(device)).argmax(1).cpu() == y) for x, y in DataLoader(TensorDataset(test_x, test_y), 64)
+            (classifier(x.to(device)).argmax(1).cpu() == y)
+            for x, y in DataLoader(TensorDataset(test_x, test_y), 64)
         ]
     return 100 * torch.cat(hits).double().mean().item()

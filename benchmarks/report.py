@@ -36,7 +36,13 @@ class Row:
         """With the target spelt out, so that the file can be read alone."""
         target = TARGETS.get(self.name)
         known = {} if target is None else {"target": target.value, "sign": target.sign}
-        return {"name": self.name, "measured": self.measured, "unit": self.unit, **known, "verdict": self.verdict}
+        return {
+            "name": self.name,
+            "measured": self.measured,
+            "unit": self.unit,
+            **known,
+            "verdict": self.verdict,
+        }
 
 
 @dataclass
@@ -44,8 +50,12 @@ class Part:
     """The outcome of one part of the benchmark."""
 
     rows: list[Row] = field(default_factory=list)
-    times: dict[str, list[float]] = field(default_factory=dict)  # every repeat, in seconds, by contender
-    contenders: list[dict[str, Any]] = field(default_factory=list)  # a second table: column -> value
+    times: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # every repeat, in seconds, by contender
+    contenders: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # a second table: column -> value
     facts: dict[str, Any] = field(default_factory=dict)  # further numbers, for the JSON only
     notes: list[str] = field(default_factory=list)
 

@@ -37,7 +37,9 @@ class LightlySimCLR(pl.LightningModule):
         side, channels = run.data.images.train.images.shape[2:]
         self.backbone = backbones.build(run.config.backbone, channels=channels, image_size=side)
         model = run.model
-        self.projection_head = SimCLRProjectionHead(model.feature_dim, model.hidden_dim, model.embed_dim)
+        self.projection_head = SimCLRProjectionHead(
+            model.feature_dim, model.hidden_dim, model.embed_dim
+        )
         self.criterion = NTXentLoss()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +103,9 @@ def lightly(run: Run, steps: int, workers: int) -> Contender:
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Advice about workers, which are varied here, at every fit.
+            warnings.simplefilter(
+                "ignore"
+            )  # Advice about workers, which are varied here, at every fit.
             trainer.fit(module, train_dataloaders=loader)
         return Lap(steps * BATCH, clock.seconds)
 
@@ -111,12 +115,21 @@ def lightly(run: Run, steps: int, workers: int) -> Contender:
 def ours(run: Run) -> Contender:
     """Local training of one client, start of the Trainer included."""
     trainer = run.trainer
-    local = LocalTrainer(run.model, device=trainer.device, precision=trainer.precision, compile=trainer.compile)
+    local = LocalTrainer(
+        run.model, device=trainer.device, precision=trainer.precision, compile=trainer.compile
+    )
 
     def lap() -> int:
         data = trainer.client_data(0, round_number=1)
         local.run(
-            RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=trainer.first_state(), batchnorm="average"),
+            RoundContext(
+                round=1,
+                rounds=1,
+                epochs=1,
+                seed=0,
+                global_state=trainer.first_state(),
+                batchnorm="average",
+            ),
             client=0,
             data=data,
             memory=None,
@@ -132,15 +145,26 @@ def measure(setting: Setting) -> Part:
     part = Part()
     for network, full in (("thin", 20), ("resnet18", 3)):
         steps = setting.few(full, 2)
-        common = [*variant("plain", BATCH), *backbone(network), "recipe=strong", "federation.clients=1"]
+        common = [
+            *variant("plain", BATCH),
+            *backbone(network),
+            "recipe=strong",
+            "federation.clients=1",
+        ]
         mine = setting.build(*common, f"data.limit={steps * BATCH}")
         theirs = setting.build(*common, f"data.limit={(steps + AHEAD) * BATCH}")
         contenders = {f"{network}: ours": ours(mine)}
-        contenders |= {f"{network}: lightly, {w} workers": as_usual(lightly(theirs, steps, w)) for w in (0, 2)}
+        contenders |= {
+            f"{network}: lightly, {w} workers": as_usual(lightly(theirs, steps, w)) for w in (0, 2)
+        }
         times = interleave(contenders, setting.repeats, device=setting.device, say=setting.say)
         found = best(times)
         fastest = min(seconds for name, seconds in found.items() if "lightly" in name)
-        part.rows.append(Row(f"{network}: SimCLR against lightly", fastest / found[f"{network}: ours"]))
-        part.contenders += [{"contender": name, "images/s": 1 / seconds} for name, seconds in found.items()]
+        part.rows.append(
+            Row(f"{network}: SimCLR against lightly", fastest / found[f"{network}: ours"])
+        )
+        part.contenders += [
+            {"contender": name, "images/s": 1 / seconds} for name, seconds in found.items()
+        ]
         part.times |= times
     return part

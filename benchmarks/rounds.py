@@ -40,8 +40,14 @@ def backbone(name: str) -> list[str]:
             CIFAR stem, which makes it four times as expensive.
     """
     choice = {"resnet18": ["profile=paper", "backbone.stem=cifar"], "thin": ["profile=cpu"]}
-    chosen = configuration.compose(choice.get(name, ["profile=cpu", "backbone.stem=cifar"])).backbone
-    return [f"backbone.name={chosen.name}", f"backbone.width={chosen.width}", f"backbone.stem={chosen.stem}"]
+    chosen = configuration.compose(
+        choice.get(name, ["profile=cpu", "backbone.stem=cifar"])
+    ).backbone
+    return [
+        f"backbone.name={chosen.name}",
+        f"backbone.width={chosen.width}",
+        f"backbone.stem={chosen.stem}",
+    ]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Setting:
     device: torch.device
     repeats: int = 3
     quick: bool = False
-    overrides: tuple[str, ...] = ()  # for everything of ours, e.g. data.root=... or run.compile=true
+    overrides: tuple[
+        str, ...
+    ] = ()  # for everything of ours, e.g. data.root=... or run.compile=true
     say: Callable[[str], None] = lambda line: None
 
     def build(self, *overrides: str, evaluate: bool = False) -> Run:
@@ -87,7 +95,9 @@ class Silent(RoundCallback):
         """The untrained network is measured."""
         self.rounds.append(time.perf_counter())
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         """A client is done."""
         self.clients.append(time.perf_counter())
 
@@ -108,7 +118,9 @@ def settle(run: Run) -> None:
     model.cpu()
 
 
-def train(run: Run, engine: Callable[[FederatedTrainer], Engine] | None = None) -> tuple[list[dict[str, Any]], Silent]:
+def train(
+    run: Run, engine: Callable[[FederatedTrainer], Engine] | None = None
+) -> tuple[list[dict[str, Any]], Silent]:
     """Trains in a fresh temporary folder; returns the rows of ``metrics.csv`` and when things ended.
 
     Args:
@@ -127,7 +139,9 @@ def train(run: Run, engine: Callable[[FederatedTrainer], Engine] | None = None) 
 def images_of(run: Run) -> int:
     """Images of ``B`` that all clients see in a round in which all train."""
     trainer, clients = run.trainer, range(run.data.num_clients)
-    return sum(steps_of(trainer, c) * trainer.client_data(c, round_number=1).views_size for c in clients)
+    return sum(
+        steps_of(trainer, c) * trainer.client_data(c, round_number=1).views_size for c in clients
+    )
 
 
 def training_round(run: Run) -> Lap:

@@ -31,7 +31,9 @@ IMAGES_EACH = 50  # of a client in the comparison of times
 class OneStep(SerialEngine):
     """Clients train on their first batch only: the peak is reached in one step, the rest is time."""
 
-    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
+    def run(
+        self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+    ) -> Iterator[Update]:
         """Trains on the first images of each client."""
         for client in clients:
             data = self.trainer.client_data(client, context.round)
@@ -58,7 +60,9 @@ def _memory(setting: Setting, part: Part, many: int) -> None:
     part.facts["peak memory"] = {f"{clients} clients": runs for clients, runs in found.items()}
     peaks = {clients: min(run["peak_mb"] for run in runs) for clients, runs in found.items()}
     part.rows.append(Row("peak memory, many clients / few", peaks[many] / peaks[FEW]))
-    part.notes.append(f"many: {many} clients, peak {peaks[many]:.0f} MB; few: {FEW} clients, {peaks[FEW]:.0f} MB")
+    part.notes.append(
+        f"many: {many} clients, peak {peaks[many]:.0f} MB; few: {FEW} clients, {peaks[FEW]:.0f} MB"
+    )
 
 
 def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
@@ -71,8 +75,12 @@ def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
         *setting.overrides,
         f"run.device={setting.device}",
     ]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -80,7 +88,9 @@ def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
 
 def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str, float]:
     """Runs a few rounds of BYOL without evaluation and says how much memory this process has ever held, in MB."""
-    device = torch.device(next(o for o in overrides if o.startswith("run.device=")).partition("=")[2])
+    device = torch.device(
+        next(o for o in overrides if o.startswith("run.device=")).partition("=")[2]
+    )
     run = Setting(device, overrides=tuple(overrides)).build(
         "method=byol", *backbone("thin"), "optim.batch_size=32", f"federation.clients={clients}",
         f"federation.fraction={PER_ROUND / clients}", f"federation.rounds={rounds}", "federation.epochs=1",
@@ -106,8 +116,14 @@ def _time(setting: Setting, part: Part, many: int) -> None:
     """
 
     def build(clients: int) -> Run:
-        size = [f"data.limit={clients * IMAGES_EACH}", f"federation.clients={clients}", "federation.rounds=1"]
-        return setting.build(*variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1")
+        size = [
+            f"data.limit={clients * IMAGES_EACH}",
+            f"federation.clients={clients}",
+            "federation.rounds=1",
+        ]
+        return setting.build(
+            *variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1"
+        )
 
     few, runs = f"{FEW} clients", {clients: build(clients) for clients in (FEW, many)}
     times: dict[str, list[float]] = {few: [], f"{many} clients": []}
@@ -124,8 +140,12 @@ def _time(setting: Setting, part: Part, many: int) -> None:
     part.times |= times
     # Medians: the long round cannot choose its quiet moments, so the short ones must not either.
     seconds = {name: statistics.median(values) for name, values in times.items()}
-    part.rows.append(Row("round time per client, many clients / few", seconds[f"{many} clients"] / seconds[few]))
-    part.contenders = [{"contender": name, "ms per client": 1e3 * value} for name, value in seconds.items()]
+    part.rows.append(
+        Row("round time per client, many clients / few", seconds[f"{many} clients"] / seconds[few])
+    )
+    part.contenders = [
+        {"contender": name, "ms per client": 1e3 * value} for name, value in seconds.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ def _training(network: str, default: float, queue: float) -> list[Target]:
     return [
         Target(f"{network}: FedX against reference", default, ">="),
         Target(f"{network}: FedX queue against reference", queue, ">="),
-        *(Target(f"{network}: {name} / bound", 0.93, ">=") for name in ("FedX", "FedX queue", "plain")),
+        *(
+            Target(f"{network}: {name} / bound", 0.93, ">=")
+            for name in ("FedX", "FedX queue", "plain")
+        ),
         Target(f"{network}: FedX, cost over plain", 1.85, "<="),
         Target(f"{network}: FedX queue, cost over plain", 1.2, "<="),
     ]

@@ -3,7 +3,15 @@
 from typing import Any
 
 from benchmarks.bound import Bound
-from benchmarks.measure import Contender, as_usual, best, flops, interleave, matmul_dtype, matmul_speed
+from benchmarks.measure import (
+    Contender,
+    as_usual,
+    best,
+    flops,
+    interleave,
+    matmul_dtype,
+    matmul_speed,
+)
 from benchmarks.reference import Reference
 from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, training_round, variant
@@ -41,7 +49,10 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
     label = f"{network} {batch}+{batch}"
     size = [f"data.limit={CLIENTS * steps * batch}", f"federation.clients={CLIENTS}"]
     once = ["federation.rounds=1", "federation.epochs=1"]
-    runs = {name: setting.build(*variant(name, batch), *backbone(network), *size, *once) for name in VARIANTS}
+    runs = {
+        name: setting.build(*variant(name, batch), *backbone(network), *size, *once)
+        for name in VARIANTS
+    }
     bounds = {name: Bound(run, CLIENTS * steps) for name, run in runs.items()}
     contenders: dict[str, Contender] = {"reference": as_usual(Reference(runs["FedX"]))}
     for name, run in runs.items():
@@ -54,8 +65,12 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
         memory=memory,
         say=lambda line: setting.say(f"{label}, {line}"),
     )
-    part = Part(_rows(label, best(times)), {f"{label}: {name}": values for name, values in times.items()})
-    part.facts = {f"{label}: FLOPs of a step": {name: flops(bound.step) for name, bound in bounds.items()}}
+    part = Part(
+        _rows(label, best(times)), {f"{label}: {name}": values for name, values in times.items()}
+    )
+    part.facts = {
+        f"{label}: FLOPs of a step": {name: flops(bound.step) for name, bound in bounds.items()}
+    }
     part.contenders = _contenders(label, bounds, best(times), memory, part.facts)
     return part
 
@@ -63,9 +78,17 @@ def measure(setting: Setting, network: str, *, batch: int, steps: int) -> Part:
 def _rows(label: str, seconds: dict[str, float]) -> list[Row]:
     """Ratios of the best times."""
     fedx = [name for name in seconds if name.startswith("FedX")]
-    against = [Row(f"{label}: {name} against reference", seconds["reference"] / seconds[name]) for name in fedx]
-    bound = [Row(f"{label}: {name} / bound", seconds[f"bound {name}"] / seconds[name]) for name in [*fedx, "plain"]]
-    cost = [Row(f"{label}: {name}, cost over plain", seconds[name] / seconds["plain"]) for name in fedx]
+    against = [
+        Row(f"{label}: {name} against reference", seconds["reference"] / seconds[name])
+        for name in fedx
+    ]
+    bound = [
+        Row(f"{label}: {name} / bound", seconds[f"bound {name}"] / seconds[name])
+        for name in [*fedx, "plain"]
+    ]
+    cost = [
+        Row(f"{label}: {name}, cost over plain", seconds[name] / seconds["plain"]) for name in fedx
+    ]
     return against + bound + cost
 
 

@@ -39,10 +39,15 @@ INCLUDED = {
     "evidence/results.md": "experiments/README.md",
     "evidence/report.md": f"{REPORT}/report.md",
     "evidence/benchmarks.md": "benchmarks/README.md",
-} | {f"evidence/figures/{file.name}": f"{REPORT}/figures/{file.name}" for file in (ROOT / REPORT).glob("figures/*.png")}
+} | {
+    f"evidence/figures/{file.name}": f"{REPORT}/figures/{file.name}"
+    for file in (ROOT / REPORT).glob("figures/*.png")
+}
 
 _SOURCE = re.compile(r"^\[`(fedx_pl[\w.]+)`\]\((\S+\.py)\)$", re.MULTILINE)
-_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+_LINK = re.compile(
+    r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
+)
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -60,7 +65,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     place = page.file.src_uri
     origin = PurePosixPath(INCLUDED.get(place, f"docs/{place}"))
     markdown = _SOURCE.sub(lambda found: source_block(found[1], found[2]), markdown)
-    markdown = markdown.replace("<details>", '<details markdown="1">')  # GitHub reads Markdown inside of it as it is.
+    markdown = markdown.replace(
+        "<details>", '<details markdown="1">'
+    )  # GitHub reads Markdown inside of it as it is.
     return _LINK.sub(lambda found: _mended(found, origin, PurePosixPath(place)), markdown)
 
 
@@ -154,11 +161,16 @@ def configuration_page() -> str:
         "",
     ]
     for group in config.FILE_GROUPS:
-        files = {choice: config.CONFIGS / group / f"{choice}.yaml" for choice in config.choices(group)}
+        files = {
+            choice: config.CONFIGS / group / f"{choice}.yaml" for choice in config.choices(group)
+        }
         plain = [choice for choice, file in files.items() if not file.exists()]
         lines += [f"### {group}=", ""]
         if plain:
-            lines += [f"{_words(plain)} bring their mean and standard deviation, and nothing else.", ""]
+            lines += [
+                f"{_words(plain)} bring their mean and standard deviation, and nothing else.",
+                "",
+            ]
         for choice, file in files.items():
             if choice not in plain:
                 lines += [f'```yaml title="{group}={choice}"', file.read_text().rstrip(), "```", ""]
@@ -174,12 +186,26 @@ def configuration_page() -> str:
     for key, default, text in all_keys():
         tables.setdefault(key.rpartition(".")[0], []).append((key, default, text))
     for group, rows in tables.items():
-        lines += [f"### {group or 'the run'}", "", *([_purpose(group), ""] if group else []), *_table(rows), ""]
+        lines += [
+            f"### {group or 'the run'}",
+            "",
+            *([_purpose(group), ""] if group else []),
+            *_table(rows),
+            "",
+        ]
     lines += ["## Methods", ""]
     for name, method in methods.BUILT_IN.items():
         keys = hyper_parameters(method).items()
-        lines += [f"### method={name}", "", inspect.cleandoc(method.__doc__ or "").partition("\n")[0], ""]
-        lines += [*_table([(f"method.{key}", default, text) for key, (_, default, text) in keys]), ""]
+        lines += [
+            f"### method={name}",
+            "",
+            inspect.cleandoc(method.__doc__ or "").partition("\n")[0],
+            "",
+        ]
+        lines += [
+            *_table([(f"method.{key}", default, text) for key, (_, default, text) in keys]),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -199,7 +225,14 @@ def cli_page() -> str:
 def _help_sections(words: list[str]) -> list[str]:
     text = _help(words)
     text = text.partition("\ngroups (group=choice):")[0].rstrip()  # They have a page of their own.
-    lines = [f"{'#' * min(len(words) + 2, 3)} `{' '.join(['fedx-pl', *words])}`", "", "```text", text, "```", ""]
+    lines = [
+        f"{'#' * min(len(words) + 2, 3)} `{' '.join(['fedx-pl', *words])}`",
+        "",
+        "```text",
+        text,
+        "```",
+        "",
+    ]
     for command in re.findall(r"^    ([a-z]+)(?:  +\S.*)?$", text, re.MULTILINE):
         lines += _help_sections([*words, command])
     return lines
@@ -232,14 +265,19 @@ def _table(rows: list[tuple[str, Any, str]]) -> list[str]:
     return [
         "| key and default | meaning |",
         "|---|---|",
-        *(f"| `{key}={_value(default)}` | {text.replace('|', '&#124;')} |" for key, default, text in rows),
+        *(
+            f"| `{key}={_value(default)}` | {text.replace('|', '&#124;')} |"
+            for key, default, text in rows
+        ),
     ]
 
 
 def _value(default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
-    return f"[{','.join(map(_value, default))}]" if isinstance(default, list | tuple) else str(default)
+    return (
+        f"[{','.join(map(_value, default))}]" if isinstance(default, list | tuple) else str(default)
+    )
 
 
 def _words(names: list[str]) -> str:

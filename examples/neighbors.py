@@ -26,11 +26,20 @@ def draw(run: Path, picture: Path) -> None:
     settings = config.load(run / "config.yaml")
     data = sources.load(settings.data, seed=settings.seed)
     encoder, train = Encoder.of(run), data.labeled
-    queries = [int(np.flatnonzero(data.test.labels == label)[0]) for label in range(len(data.classes))]
+    queries = [
+        int(np.flatnonzero(data.test.labels == label)[0]) for label in range(len(data.classes))
+    ]
     bank = F.normalize(encoder.embed(train.images))
-    nearest = (F.normalize(encoder.embed(data.test.images[queries])) @ bank.T).topk(NEIGHBORS).indices.numpy()
+    nearest = (
+        (F.normalize(encoder.embed(data.test.images[queries])) @ bank.T)
+        .topk(NEIGHBORS)
+        .indices.numpy()
+    )
 
-    rows, columns = len(queries) // 2, 2 * NEIGHBORS + 3  # two blocks of query and neighbors, a gap between them
+    rows, columns = (
+        len(queries) // 2,
+        2 * NEIGHBORS + 3,
+    )  # two blocks of query and neighbors, a gap between them
     figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.74, rows * 0.92), dpi=120)
     for axis in axes.flat:
         axis.set_axis_off()

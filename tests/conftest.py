@@ -36,7 +36,15 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 # Whoever runs the tests, on whatever terminal, what they look at is drawn alike.
 os.environ["TERM"] = "xterm"
-for key in ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+for key in (
+    "CI",
+    "COLUMNS",
+    "LINES",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+):
     os.environ.pop(key, None)
 # A job that a shell started in the background ignores Ctrl-C, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,10 +65,14 @@ def write_tiny_root(root: Path) -> Path:
 
     def records(count: int) -> bytes:
         labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.clip(colours[labels] + rng.normal(0, 25, (count, 3, 32, 32)), 0, 255).astype(np.uint8)
+        images = np.clip(colours[labels] + rng.normal(0, 25, (count, 3, 32, 32)), 0, 255).astype(
+            np.uint8
+        )
         return np.concatenate([labels[:, None], images.reshape(count, -1)], axis=1).tobytes()
 
-    files = {f"data_batch_{i}.bin": records(TRAIN // 5) for i in range(1, 6)} | {"test_batch.bin": records(TEST)}
+    files = {f"data_batch_{i}.bin": records(TRAIN // 5) for i in range(1, 6)} | {
+        "test_batch.bin": records(TEST)
+    }
     with tarfile.open(root / "cifar-10-binary.tar.gz", "w:gz") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")

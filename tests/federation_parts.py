@@ -34,7 +34,9 @@ def make_images(root: Path, counts: Mapping[str, int]) -> Path:
         (root / site).mkdir(parents=True)
         for number in range(count):
             pixels = draw.integers(40, 215, (1, 1, 3)) + draw.normal(0, 25, (16, 16, 3))
-            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(root / site / f"{number:03d}.png")
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(
+                root / site / f"{number:03d}.png"
+            )
     return root
 
 
@@ -42,7 +44,9 @@ def serial(images: Path, folder: Path, *words: str) -> Path:
     """The same federation in one process: each sub-folder of images is a client, numbered by name."""
     sites = sum(1 for _ in images.iterdir())
     own = ["partition.kind=folders", f"federation.clients={sites}", f"data.root={images}"]
-    config = compose([*WORDS, *own, f"data.cache={folder / 'cache'}", f"run.dir={folder / 'run'}", *words])
+    config = compose(
+        [*WORDS, *own, f"data.cache={folder / 'cache'}", f"run.dir={folder / 'run'}", *words]
+    )
     fitted(config, Watching())
     return folder / "run"
 
@@ -77,7 +81,12 @@ class Process:
         self.log = log
         start = f"{code}\nimport sys; from fedx_pl.cli.main import main; sys.exit(main())"
         command = [sys.executable, "-c", start] if code else [sys.executable, "-m", "fedx_pl"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(THREADS), "COLUMNS": "200"}
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(THREADS),
+            "COLUMNS": "200",
+        }
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [*command, *words],
@@ -109,7 +118,9 @@ class Process:
         give_up = time.monotonic() + seconds
         while text not in self.output:
             assert self._process.poll() is None, f"ended without saying {text!r}:\n{self.output}"
-            assert time.monotonic() < give_up, f"has not said {text!r} in {seconds} s:\n{self.output}"
+            assert time.monotonic() < give_up, (
+                f"has not said {text!r} in {seconds} s:\n{self.output}"
+            )
             time.sleep(0.02)
 
     def wait(self, *, seconds: float = PATIENCE) -> int:

@@ -142,19 +142,30 @@ class Watching(RoundCallback):
         self.note(text)
 
 
-def make_model(method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object) -> SSLMethod:
+def make_model(
+    method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object
+) -> SSLMethod:
     """A method on a very thin ResNet, initialised from ``seed``."""
     torch.manual_seed(seed)
-    backbone = backbones.build(BackboneOptions("resnet10", width=4), channels=channels, image_size=16)
+    backbone = backbones.build(
+        BackboneOptions("resnet10", width=4), channels=channels, image_size=16
+    )
     sizes: dict[str, object] = {"hidden_dim": 16, "embed_dim": 8}
     return method(backbone, **(sizes | options)).to(memory_format=torch.channels_last)
 
 
 def make_data(
-    images: int = 40, batch_size: int = 8, relation_size: int = 0, seed: int = 0, side: int = 16, channels: int = 3
+    images: int = 40,
+    batch_size: int = 8,
+    relation_size: int = 0,
+    seed: int = 0,
+    side: int = 16,
+    channels: int = 3,
 ) -> ClientData:
     """A client with random images."""
-    pixels = np.random.default_rng(7).integers(0, 256, (images, side, side, channels), dtype=np.uint8)
+    pixels = np.random.default_rng(7).integers(
+        0, 256, (images, side, side, channels), dtype=np.uint8
+    )
     store = ImageStore(pixels, torch.device("cpu"), resident_bytes=10**9)
     augment = Augment(AugmentOptions(), (0.5,) * channels, (0.25,) * channels)
     return ClientData(
@@ -167,7 +178,9 @@ def make_data(
     )
 
 
-def data_for(model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int = 0, side: int = 16) -> ClientData:
+def data_for(
+    model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int = 0, side: int = 16
+) -> ClientData:
     """A client whose batches carry what the model asks for."""
     return make_data(images, batch_size, batch_size if model.relation_batch else 0, seed, side)
 
@@ -175,7 +188,15 @@ def data_for(model: SSLMethod, images: int = 40, batch_size: int = 8, seed: int 
 def start(model: SSLMethod, data: ClientData, round: int = 1, epochs_before: int = 0) -> SSLMethod:
     """Starts a round by hand, without a Trainer."""
     return model.start_round(
-        LocalRound(round=round, rounds=10, client=0, epochs=1, epochs_before=epochs_before, seed=0, data=data)
+        LocalRound(
+            round=round,
+            rounds=10,
+            client=0,
+            epochs=1,
+            epochs_before=epochs_before,
+            seed=0,
+            data=data,
+        )
     )
 
 
@@ -196,6 +217,10 @@ def train(
     if not isinstance(state, GlobalState):
         server = regularizer.server_state(model) if regularizer else {}
         state = GlobalState(weights=state or model.shared_state(), server=server)
-    context = RoundContext(round=round, rounds=10, epochs=epochs, seed=0, global_state=state, batchnorm=batchnorm)
-    trainer = LocalTrainer(model, device=torch.device("cpu"), precision=precision, regularizer=regularizer)
+    context = RoundContext(
+        round=round, rounds=10, epochs=epochs, seed=0, global_state=state, batchnorm=batchnorm
+    )
+    trainer = LocalTrainer(
+        model, device=torch.device("cpu"), precision=precision, regularizer=regularizer
+    )
     return trainer.run(context, client=client, data=data, memory=memory)

@@ -27,7 +27,9 @@ def images(seed: int = 0, channels: int = 3) -> ImageData:
     """Two classes; the name is one that the user may well give."""
     rng = np.random.default_rng(seed)
     labels = np.arange(60) % 2
-    pixels = (rng.integers(0, 100, (60, SIDE, SIDE, channels)) + 150 * labels[:, None, None, None]).astype(np.uint8)
+    pixels = (
+        rng.integers(0, 100, (60, SIDE, SIDE, channels)) + 150 * labels[:, None, None, None]
+    ).astype(np.uint8)
     train, test = Split(pixels[:48], labels[:48]), Split(pixels[48:], labels[48:])
     return ImageData(
         name="cifar10",
@@ -49,7 +51,9 @@ def settings(tmp_path: Path, *words: str) -> Config:
 
 
 def run(tmp_path: Path, *words: str, data: ImageData | None = None) -> FederatedTrainer:
-    return fitted(settings(tmp_path, *words), Watching(), images=data or images(), partition=CLIENTS)
+    return fitted(
+        settings(tmp_path, *words), Watching(), images=data or images(), partition=CLIENTS
+    )
 
 
 def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_path: Path) -> None:
@@ -70,9 +74,13 @@ def test_arrays_are_normalised_as_typed_and_may_be_gray(tmp_path: Path) -> None:
     gray = made(words, images=images(channels=1), partition=CLIENTS)
     assert (gray.config.data.mean, gray.config.data.std) == ([0.4], [0.1])
     pixels = next(gray.trainer.client_data(0, round_number=1).plain_batches())
-    expected = (torch.from_numpy(images(channels=1).train.images[:24]).permute(0, 3, 1, 2) / 255 - 0.4) / 0.1
+    expected = (
+        torch.from_numpy(images(channels=1).train.images[:24]).permute(0, 3, 1, 2) / 255 - 0.4
+    ) / 0.1
     torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=1e-5)
-    assert made(settings(tmp_path), images=images(channels=1), partition=CLIENTS).config.data.mean == [0.5]
+    assert made(
+        settings(tmp_path), images=images(channels=1), partition=CLIENTS
+    ).config.data.mean == [0.5]
 
 
 def test_a_data_set_that_was_loaded_stays_what_it_is(tiny: list[str]) -> None:
@@ -91,7 +99,9 @@ def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
     folder, said = result.folder, list[str]()
     assert main(["evaluate", str(folder), "knn"]) == 2
     error = capsys.readouterr().err
-    assert "was trained on arrays that were brought from Python, and no command can load them" in error
+    assert (
+        "was trained on arrays that were brought from Python, and no command can load them" in error
+    )
     assert f"evaluate_run(Path('{folder}'), ['knn'], data=DATA)" in error
     with pytest.raises(UserError, match="arrays"):
         evaluate_run(folder, ["knn"], report=said.append)
@@ -116,5 +126,7 @@ def test_a_run_on_other_arrays_is_another_run(tmp_path: Path) -> None:
 
 def test_no_command_loads_arrays(tmp_path: Path) -> None:
     options = made(settings(tmp_path), images=images(), partition=CLIENTS).config.data
-    with pytest.raises(UserError, match=r"data\.name=arrays: these images were brought from Python.*evaluate_run"):
+    with pytest.raises(
+        UserError, match=r"data\.name=arrays: these images were brought from Python.*evaluate_run"
+    ):
         sources.load(options)

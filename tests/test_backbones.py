@@ -24,7 +24,9 @@ from fedx_pl.errors import UserError
         ("wide_resnet50_2", 64, 3, 128, 2048, 32),
     ],
 )
-def test_shapes(name: str, width: int, channels: int, side: int, features: int, map_side: int) -> None:
+def test_shapes(
+    name: str, width: int, channels: int, side: int, features: int, map_side: int
+) -> None:
     net = build(BackboneOptions(name, width), channels=channels, image_size=side).eval()
     maps: list[torch.Tensor] = []
     net.layer1.register_forward_hook(lambda module, inputs, output: maps.append(inputs[0]))
@@ -36,7 +38,11 @@ def test_shapes(name: str, width: int, channels: int, side: int, features: int, 
 
 def test_the_full_network_is_torchvision_s_with_another_stem() -> None:
     ours = build(BackboneOptions("resnet18"), channels=3, image_size=32).state_dict()
-    theirs = {name: t for name, t in torchvision.models.resnet18().state_dict().items() if not name.startswith("fc.")}
+    theirs = {
+        name: t
+        for name, t in torchvision.models.resnet18().state_dict().items()
+        if not name.startswith("fc.")
+    }
     assert ours.keys() == theirs.keys()
     assert {n for n in ours if ours[n].shape != theirs[n].shape} == {"conv1.weight"}
 
@@ -63,8 +69,14 @@ def test_every_convolution_is_initialised_as_in_torchvision() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BackboneOptions("resnet19"), "backbone.name=resnet19 .*did you mean backbone.name=resnet1"),
-        (BackboneOptions("vit_tiny"), "backbone.name=vit_tiny is not known; type one of resnet10, resnet18, "),
+        (
+            BackboneOptions("resnet19"),
+            "backbone.name=resnet19 .*did you mean backbone.name=resnet1",
+        ),
+        (
+            BackboneOptions("vit_tiny"),
+            "backbone.name=vit_tiny is not known; type one of resnet10, resnet18, ",
+        ),
         (BackboneOptions(stem="small"), "backbone.stem=small"),
         (BackboneOptions(width=0), "backbone.width=0"),
         (BackboneOptions("wide_resnet50_2", width=16), "backbone.width=16 works with"),
@@ -87,7 +99,9 @@ def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
     usual = torchvision.models.resnet18()
     usual.inplanes = 4
     for i in range(4):
-        stage = usual._make_layer(torchvision.models.resnet.BasicBlock, 4 * 2**i, 2, stride=1 if i == 0 else 2)
+        stage = usual._make_layer(
+            torchvision.models.resnet.BasicBlock, 4 * 2**i, 2, stride=1 if i == 0 else 2
+        )
         setattr(usual, f"layer{i + 1}", stage)
     usual.conv1, usual.bn1 = net.conv1, net.bn1
     usual.maxpool = usual.fc = torch.nn.Identity()
@@ -97,7 +111,9 @@ def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
     torch.testing.assert_close(net(x), usual.eval()(x))
 
 
-@pytest.mark.parametrize("side", [32, 64])  # The larger the image, the further past its buffer it was.
+@pytest.mark.parametrize(
+    "side", [32, 64]
+)  # The larger the image, the further past its buffer it was.
 def test_thin_networks_leave_the_heap_as_it_was(side: int) -> None:
     """torch 2.15's kernels wrote past their buffers for them; glibc ends the process, so it is one of its own."""
     script = f"""
@@ -113,7 +129,9 @@ for width in (1, 4, 7, 8):
             net(x).square().mean().backward()
             others = [torch.empty(size) for size in range(1, 3000, 7)]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not installed; it runs from the repository
+sys.path.insert(
+    0, str(Path(__file__).parents[1])
+)  # `benchmarks` is not installed; it runs from the repository
 
 from benchmarks import reference
 from benchmarks.__main__ import main
@@ -33,7 +35,13 @@ CPU = torch.device("cpu")
 def thin_and_few(tiny_root: Path) -> list[str]:
     """Overrides that make any part run on the small CIFAR-10 with a very thin network."""
     data = [f"data.root={tiny_root}", "data.verify=false", "data.download=false"]
-    return [*data, "backbone.name=resnet10", "backbone.width=4", "backbone.stem=half", f"run.threads={THREADS}"]
+    return [
+        *data,
+        "backbone.name=resnet10",
+        "backbone.width=4",
+        "backbone.stem=half",
+        f"run.threads={THREADS}",
+    ]
 
 
 def settled(**fedx: Any) -> tuple[SSLMethod, ClientData]:
@@ -110,7 +118,9 @@ def test_reference_and_ours_have_the_same_loss_and_gradient() -> None:
     theirs.backward()
     ours_grads = {name: p.grad for name, p in model.named_parameters()}
     for name, parameter in network.named_parameters():
-        torch.testing.assert_close(parameter.grad, ours_grads[name.replace("head", "fedx_head")], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            parameter.grad, ours_grads[name.replace("head", "fedx_head")], atol=1e-4, rtol=1e-3
+        )
 
 
 def test_reference_averages_as_fedavg_does() -> None:
@@ -121,7 +131,9 @@ def test_reference_averages_as_fedavg_does() -> None:
     for i, (client, size) in enumerate(zip(clients, sizes, strict=True)):
         with torch.no_grad():
             for parameter in client.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+                )
         ours.add(client.state_dict(), size)
     server = reference.Network(model)
     reference.average(server, clients, sizes)
@@ -130,11 +142,21 @@ def test_reference_averages_as_fedavg_does() -> None:
 
 def test_reference_probe_is_as_accurate_as_ours() -> None:
     labels = torch.arange(300) % 3
-    x = 5 * (torch.randn(300, 8, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(8)[labels])
+    x = 5 * (
+        torch.randn(300, 8, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(8)[labels]
+    )
     torch.manual_seed(0)
-    theirs = reference.linear_probe(x[:200], labels[:200], x[200:], labels[200:], epochs=150, device=CPU)
+    theirs = reference.linear_probe(
+        x[:200], labels[:200], x[200:], labels[200:], epochs=150, device=CPU
+    )
     ours = linear_probe(
-        x[:200], labels[:200], x[200:], labels[200:], classes=3, options=LinearOptions(epochs=150), seed=0
+        x[:200],
+        labels[:200],
+        x[200:],
+        labels[200:],
+        classes=3,
+        options=LinearOptions(epochs=150),
+        seed=0,
     )
     assert theirs > 85
     assert theirs == pytest.approx(ours.top1, abs=4)
@@ -146,7 +168,9 @@ def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str
     theirs = reference.Reference(run)
     before = {name: tensor.clone() for name, tensor in theirs.server.state_dict().items()}
     assert theirs() == images_of(run) == training_round(run).images == 2 * 7 * 16  # 120 images each
-    assert not torch.equal(theirs.server.backbone.conv1.weight, before["backbone.conv1.weight"])  # It did train.
+    assert not torch.equal(
+        theirs.server.backbone.conv1.weight, before["backbone.conv1.weight"]
+    )  # It did train.
     assert all(math.isfinite(loss) for loss in theirs.losses)
 
 
@@ -154,22 +178,32 @@ def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str
 def test_bound_passes_as_many_images_as_training(thin_and_few: list[str], name: str) -> None:
     """B = B_r = 16: the student sees x, x~ and, but for the queue, x_r; F sees x~ and x_r."""
     student, teacher = {"FedX": (48, 32), "FedX queue": (32, 16), "plain": (32, None)}[name]
-    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant(name, 16), "federation.clients=2")
+    run = Setting(CPU, overrides=tuple(thin_and_few)).build(
+        *variant(name, 16), "federation.clients=2"
+    )
     bound = Bound(run, steps=3)
     bound.step()  # F is folded, and checked on its first batch.
     frozen = bound.teacher.network if bound.teacher else None
     seen: dict[str, list[int]] = {"student": [], "teacher": []}
     for role, network in (("student", bound.student), ("teacher", frozen)):
         if network is not None:
-            network.register_forward_pre_hook(lambda _, args, role=role: seen[role].append(len(args[0])))
+            network.register_forward_pre_hook(
+                lambda _, args, role=role: seen[role].append(len(args[0]))
+            )
     assert bound() == 3 * 16
     assert seen == {"student": [student] * 3, "teacher": [] if teacher is None else [teacher] * 3}
     assert frozen is None or not any(p.grad is not None for p in frozen.parameters())
 
 
 def test_runs_begin_with_a_settled_batchnorm_and_are_not_evaluated(thin_and_few: list[str]) -> None:
-    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant("FedX", 16), "federation.clients=2")
-    counters = [t for name, t in run.model.backbone.state_dict().items() if name.endswith("num_batches_tracked")]
+    run = Setting(CPU, overrides=tuple(thin_and_few)).build(
+        *variant("FedX", 16), "federation.clients=2"
+    )
+    counters = [
+        t
+        for name, t in run.model.backbone.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    ]
     assert counters
     assert all(counters)
     assert not run.trainer.evaluator.possible
@@ -183,15 +217,39 @@ def test_a_quick_run_writes_finite_numbers_and_names_its_targets(
 ) -> None:
     out = tmp_path / "deep" / "bench.json"
     parts = ["overhead", "training-thin"]
-    assert main(["--quick", "--device", "cpu", "--only", *parts, "--out", str(out), "--set", *thin_and_few]) == 0
-    found = json.loads(out.read_text(), parse_constant=lambda word: pytest.fail(f"{word} in the JSON"))
+    assert (
+        main(
+            [
+                "--quick",
+                "--device",
+                "cpu",
+                "--only",
+                *parts,
+                "--out",
+                str(out),
+                "--set",
+                *thin_and_few,
+            ]
+        )
+        == 0
+    )
+    found = json.loads(
+        out.read_text(), parse_constant=lambda word: pytest.fail(f"{word} in the JSON")
+    )
     assert found["quick"] is True
     assert found["machine"]["torch"] == torch.__version__
     assert list(found["parts"]) == parts
     rows = [row for part in found["parts"].values() for row in part["rows"]]
-    assert {row["name"] for row in rows} <= TARGETS.keys()  # A row whose name is misspelt would have no target.
+    assert {
+        row["name"] for row in rows
+    } <= TARGETS.keys()  # A row whose name is misspelt would have no target.
     assert all(row["measured"] > 0 for row in rows)
-    times = [time for part in found["parts"].values() for values in part["times"].values() for time in values]
+    times = [
+        time
+        for part in found["parts"].values()
+        for values in part["times"].values()
+        for time in values
+    ]
     assert times
     assert all(time > 0 for time in times)
     printed = capsys.readouterr().out

@@ -17,9 +17,16 @@ from helpers import THREADS, fitted
 
 from fedx_pl.config.compose import compose
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 # WebGL without a GPU, for the projector.
-FLAGS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"]
+FLAGS = [
+    "--no-sandbox",
+    "--use-angle=swiftshader",
+    "--enable-unsafe-swiftshader",
+    "--ignore-gpu-blocklist",
+]
 # Page, chart, and how many curves two runs have there: of both, of the three clients, or of FedX only.
 PAGES = {
     "Accuracy": {
@@ -53,7 +60,17 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"run.threads={THREADS}", f"run.dir={root / f'fedu-fedx-{fedx}'}",
         ]  # fmt: skip
         fitted(compose(words))
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(root), "--port", "0", "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(root),
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.1",
+    ]
     log = root / "log"
     with open(log, "w") as lines:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=lines)

@@ -15,13 +15,21 @@ pytestmark = pytest.mark.slow
 
 def fedx_pl(*arguments: str, timeout: int) -> str:
     command = [sys.executable, "-m", "fedx_pl", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_byol_with_fedx_learns_on_cifar10_in_the_cpu_profile(tmp_path: Path) -> None:
-    overrides = ["data=cifar10", "method=byol", "fedx=true", "profile=cpu", f"run.dir={tmp_path / 'run'}"]
+    overrides = [
+        "data=cifar10",
+        "method=byol",
+        "fedx=true",
+        "profile=cpu",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     out = fedx_pl("train", *overrides, timeout=7200)
     assert "profile cpu" in out
     assert "PROFILE=paper" in out
@@ -31,4 +39,6 @@ def test_byol_with_fedx_learns_on_cifar10_in_the_cpu_profile(tmp_path: Path) -> 
     assert gain > 4, f"linear accuracy gained only {gain:.2f} points over the untrained network"
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     assert [int(row["round"]) for row in rows] == list(range(1, len(rows) + 1))
-    assert all(bool(row["knn_top1"]) == (int(row["round"]) % 8 == 0) for row in rows)  # evaluation.knn_every
+    assert all(
+        bool(row["knn_top1"]) == (int(row["round"]) % 8 == 0) for row in rows
+    )  # evaluation.knn_every

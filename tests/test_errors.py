@@ -10,7 +10,15 @@ import pytest
 from fedx_pl.errors import did_you_mean, install_hint, nearest
 
 METHODS = ("simclr", "moco", "byol", "protocl", "fedu")
-KEYS = ("name", "fork", "federation", "federation.rounds", "run.dir", "privacy.max_epsilon", "optim.lr")
+KEYS = (
+    "name",
+    "fork",
+    "federation",
+    "federation.rounds",
+    "run.dir",
+    "privacy.max_epsilon",
+    "optim.lr",
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,9 @@ KEYS = ("name", "fork", "federation", "federation.rounds", "run.dir", "privacy.m
         ("anything", (), ""),
     ],
 )
-def test_a_name_is_suggested_only_if_it_is_near(word: str, known: tuple[str, ...], expected: str) -> None:
+def test_a_name_is_suggested_only_if_it_is_near(
+    word: str, known: tuple[str, ...], expected: str
+) -> None:
     assert nearest(word, known) == expected
     assert did_you_mean(word, known, "x=") == (f"; did you mean x={expected}?" if expected else "")
 
@@ -44,9 +54,19 @@ def install(folder: Path, origin: dict[str, object] | None) -> None:
     """The metadata that pip leaves behind."""
     about = folder / "fedx_pl-0.1.0.dist-info"
     about.mkdir(parents=True)
-    lines = ["Metadata-Version: 2.4", "Name: fedx-pl", "Version: 0.1.0", "Requires-Dist: torch>=2.10"]
-    lines += ['Requires-Dist: flwr<1.42,>=1.41; extra == "flower"', "Requires-Dist: onnx>=1.17; extra == 'onnx'"]
-    (about / "METADATA").write_text("\n".join([*lines, 'Requires-Dist: onnxscript>=0.3; extra == "onnx"', ""]))
+    lines = [
+        "Metadata-Version: 2.4",
+        "Name: fedx-pl",
+        "Version: 0.1.0",
+        "Requires-Dist: torch>=2.10",
+    ]
+    lines += [
+        'Requires-Dist: flwr<1.42,>=1.41; extra == "flower"',
+        "Requires-Dist: onnx>=1.17; extra == 'onnx'",
+    ]
+    (about / "METADATA").write_text(
+        "\n".join([*lines, 'Requires-Dist: onnxscript>=0.3; extra == "onnx"', ""])
+    )
     if origin is not None:
         (about / "direct_url.json").write_text(json.dumps(origin))
 
@@ -74,4 +94,6 @@ def test_for_a_wheel_the_requirements_are_named(
 
 def test_no_message_of_the_source_goes_another_way() -> None:
     source = Path(__file__).parents[1] / "src" / "fedx_pl"
-    assert [file.name for file in source.rglob("*.py") if "pip install" in file.read_text()] == ["errors.py"]
+    assert [file.name for file in source.rglob("*.py") if "pip install" in file.read_text()] == [
+        "errors.py"
+    ]

@@ -51,7 +51,9 @@ def words(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
 
 @pytest.fixture(scope="module")
 def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fitted(compose([*words, f"run.dir={tmp_path_factory.mktemp('finished') / 'run'}"])).folder
+    return fitted(
+        compose([*words, f"run.dir={tmp_path_factory.mktemp('finished') / 'run'}"])
+    ).folder
 
 
 @pytest.fixture
@@ -69,10 +71,16 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def forge(run: Path, change: Callable[[Any], Any], weights: Callable[[Any], Any] = lambda state: state) -> None:
+def forge(
+    run: Path, change: Callable[[Any], Any], weights: Callable[[Any], Any] = lambda state: state
+) -> None:
     """Changes the newest round as a stranger would: with checksums that fit."""
     folder = run / "checkpoints" / "round_00002"
     shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
@@ -110,8 +118,14 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(
         shutil.rmtree(link) if link.is_dir() else link.unlink()
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(outside if directory else outside / "file")
-    shutil.copy(run.parent / "run" / "config.yaml", tmp_path / "config.yaml") if name != "config.yaml" else None
-    for command in (["evaluate", str(run), "knn"], ["export", str(run)], ["train", *words, f"run.dir={run}"]):
+    shutil.copy(
+        run.parent / "run" / "config.yaml", tmp_path / "config.yaml"
+    ) if name != "config.yaml" else None
+    for command in (
+        ["evaluate", str(run), "knn"],
+        ["export", str(run)],
+        ["train", *words, f"run.dir={run}"],
+    ):
         assert cli.main(command) == 2
         error = capsys.readouterr().err
         assert str(link) in error, (command, error)
@@ -125,12 +139,18 @@ def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    for command in (["evaluate", str(run), "knn"], ["export", str(run)], ["train", *words, f"run.dir={run}"]):
+    for command in (
+        ["evaluate", str(run), "knn"],
+        ["export", str(run)],
+        ["train", *words, f"run.dir={run}"],
+    ):
         assert cli.main(command) == 2
         assert f"{run / name} is neither a file nor a folder" in capsys.readouterr().err
 
 
-def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(run: Path, words: list[str], tmp_path: Path) -> None:
+def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
+    run: Path, words: list[str], tmp_path: Path
+) -> None:
     """Weights & Biases keeps links in a folder of its own, which this package does not write to."""
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to("nowhere")
@@ -149,7 +169,9 @@ class Interrupted(Watching):
         super().__init__()
         self.round_number = round_number
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         if record.number == self.round_number and update.client == 1:
             raise KeyboardInterrupt
 
@@ -166,14 +188,18 @@ def journal(run: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) 
 
 
 def one_image_less(run: Path) -> None:
-    journal(run, lambda line: line["told"].update(num_images=line["told"]["num_images"] - 1), seal=False)
+    journal(
+        run, lambda line: line["told"].update(num_images=line["told"]["num_images"] - 1), seal=False
+    )
 
 
 def another_shape(run: Path) -> None:
     """A record that is well-formed, of an update that is not."""
     file = run / "pending" / "00000.safetensors"
     tensors = load_file(file)
-    name = next(name for name, tensor in tensors.items() if name.startswith("state/") and tensor.ndim == 4)
+    name = next(
+        name for name, tensor in tensors.items() if name.startswith("state/") and tensor.ndim == 4
+    )
     file.write_bytes(content := save(tensors | {name: torch.zeros(3)}))
     journal(run, lambda line: line.update(sha256=checksum(content)), seal=True)
 
@@ -184,7 +210,9 @@ def nobody_s(run: Path) -> None:
 
 
 def wrong_types(run: Path) -> None:
-    journal(run, lambda line: line["told"].update(metrics=[7], loss_names=3, num_images="5"), seal=True)
+    journal(
+        run, lambda line: line["told"].update(metrics=[7], loss_names=3, num_images="5"), seal=True
+    )
 
 
 def private_state(run: Path) -> None:
@@ -200,11 +228,14 @@ def without_checksums(run: Path) -> None:
     journal(run, lambda line: None, seal=True)
     file = run / "pending" / "journal.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({k: v for k, v in line.items() if k != SEAL}) + "\n" for line in lines))
+    file.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if k != SEAL}) + "\n" for line in lines)
+    )
 
 
 @pytest.mark.parametrize(
-    "damage", [one_image_less, another_shape, nobody_s, wrong_types, private_state, without_checksums]
+    "damage",
+    [one_image_less, another_shape, nobody_s, wrong_types, private_state, without_checksums],
 )
 def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_again(
     words: list[str], finished: Path, tmp_path: Path, damage: Callable[[Path], None]
@@ -222,7 +253,9 @@ def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_ag
     assert contents(tmp_path / "run" / "clients") == contents(finished / "clients")
 
 
-def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(words: list[str], tmp_path: Path) -> None:
+def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(
+    words: list[str], tmp_path: Path
+) -> None:
     config = compose([*words, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(KeyboardInterrupt):
         fitted(config, Interrupted(1))
@@ -231,7 +264,10 @@ def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(words: list
 
     def loaded() -> dict[int, tuple[Any, ...]]:
         found = UnfinishedRound(tmp_path / "run").load(1)
-        return {u.client: (u.num_images, u.images_seen, u.metrics, u.loss_names, record) for u, record in found}
+        return {
+            u.client: (u.num_images, u.images_seen, u.metrics, u.loss_names, record)
+            for u, record in found
+        }
 
     whole = loaded()
     assert len(whole) == 2
@@ -276,7 +312,14 @@ def test_what_train_refuses_the_other_commands_refuse(
         ["evaluate", str(run), "knn"],
         ["export", str(run)],
         ["embed", str(run), str(pictures), "-o", str(tmp_path / "a.npz")],
-        ["neighbours", str(run), str(pictures / "0.png"), str(pictures), "-o", str(tmp_path / "a.html")],
+        [
+            "neighbours",
+            str(run),
+            str(pictures / "0.png"),
+            str(pictures),
+            "-o",
+            str(tmp_path / "a.html"),
+        ],
     ):
         assert cli.main(command) == 2, command
         assert message in capsys.readouterr().err
@@ -286,7 +329,9 @@ def test_what_train_refuses_the_other_commands_refuse(
 def test_a_run_of_an_earlier_version_is_read_as_before(run: Path) -> None:
     """It has no record of what its files said."""
     other_mean(run)
-    forge(run, lambda manifest: {key: value for key, value in manifest.items() if key != "described"})
+    forge(
+        run, lambda manifest: {key: value for key, value in manifest.items() if key != "described"}
+    )
     assert cli.main(["export", str(run), "--to", "safetensors"]) == 0
 
 
@@ -300,10 +345,19 @@ def images() -> ImageData:
 def made_in_python(images: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
-    model = SimCLR(build(BackboneOptions("resnet10", width=4), channels=3, image_size=16), hidden_dim=8, embed_dim=4)
+    model = SimCLR(
+        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
+        hidden_dim=8,
+        embed_dim=4,
+    )
     folder = tmp_path_factory.mktemp("python") / "run"
     trainer = FederatedTrainer(
-        max_rounds=2, local_epochs=1, evaluation=None, default_root_dir=folder, logger=False, enable_progress_bar=False
+        max_rounds=2,
+        local_epochs=1,
+        evaluation=None,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
     )
     trainer.fit(model, data)
     return folder
@@ -316,10 +370,14 @@ def test_it_is_the_same_for_a_run_made_from_objects(
     run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
     if damage is None:
         assert Encoder.of(run).channels == 3
-        assert evaluate_run(run, ["geometry"], report=silent, data=images)["geometry"]["clients"] == 2
+        assert (
+            evaluate_run(run, ["geometry"], report=silent, data=images)["geometry"]["clients"] == 2
+        )
         return
     if damage is other_mean:
-        (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("- 0.5\n", "- 0.4\n"))
+        (run / "config.yaml").write_text(
+            (run / "config.yaml").read_text().replace("- 0.5\n", "- 0.4\n")
+        )
     message = "config.yaml (data.mean: " if damage is other_mean else damage(run)
     with pytest.raises(UserError, match=re.escape(message)):
         Encoder.of(run)
@@ -337,26 +395,44 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
     (run / "fork.safetensors").write_bytes(content)
     data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
     torch.manual_seed(0)
-    model = SimCLR(build(BackboneOptions("resnet10", width=4), channels=3, image_size=16), hidden_dim=8, embed_dim=4)
-    trainer = FederatedTrainer(
-        max_rounds=2, local_epochs=1, evaluation=None, default_root_dir=run, logger=False, enable_progress_bar=False
+    model = SimCLR(
+        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
+        hidden_dim=8,
+        embed_dim=4,
     )
-    with pytest.raises(UserError, match=r"fork\.safetensors, the weights that this run began with, is damaged"):
+    trainer = FederatedTrainer(
+        max_rounds=2,
+        local_epochs=1,
+        evaluation=None,
+        default_root_dir=run,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(
+        UserError, match=r"fork\.safetensors, the weights that this run began with, is damaged"
+    ):
         trainer.fit(model, data)
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copy", ["round_backup_of_4", "round_00001_my_backup", "round_9", "round_000099"])
-def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(run: Path, words: list[str], copy: str) -> None:
+@pytest.mark.parametrize(
+    "copy", ["round_backup_of_4", "round_00001_my_backup", "round_9", "round_000099"]
+)
+def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(
+    run: Path, words: list[str], copy: str
+) -> None:
     """Only ``round_`` and five digits are ours."""
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "round_00001", checkpoints / copy)
     assert Checkpoints(run).rounds() == [1, 2]
     assert Checkpoints(run).latest(mend=False)[0].round == 2
     assert cli.main(["export", str(run), "--to", "safetensors"]) == 0
-    exported, newest = load_file(run / "encoder-safetensors.safetensors"), load_file(run / "encoder.safetensors")
+    exported, newest = (
+        load_file(run / "encoder-safetensors.safetensors"),
+        load_file(run / "encoder.safetensors"),
+    )
     assert all(torch.equal(exported[name], newest[name]) for name in newest)
     Checkpoints(run, keep=1).clear()
     assert (checkpoints / copy / "state.json").exists()
@@ -387,7 +463,9 @@ def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("name", ["best", "round_00001"])
-def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(run: Path, words: list[str], name: str) -> None:
+def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(
+    run: Path, words: list[str], name: str
+) -> None:
     folder = run / "checkpoints" / name
     content = bytearray((folder / "global.safetensors").read_bytes())
     content[-1] ^= 1
@@ -417,7 +495,8 @@ def in_rows(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def of_client(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda manifest: (
-        manifest | {"clients": {client: record | values for client, record in manifest["clients"].items()}}
+        manifest
+        | {"clients": {client: record | values for client, record in manifest["clients"].items()}}
     )
 
 
@@ -430,13 +509,17 @@ FORGED: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda manifest: {},
     "deep": lambda manifest: "[" * 50_000,
     "a huge number": lambda manifest: '{"round": ' + "9" * 5000 + "}",
-    "deep rows": lambda manifest: json.dumps(manifest).replace('"rows": [', '"rows": [' + "[" * 40_000, 1),
+    "deep rows": lambda manifest: json.dumps(manifest).replace(
+        '"rows": [', '"rows": [' + "[" * 40_000, 1
+    ),
     "text round": changed(round="2"),
     "another round": changed(round=7),
     "negative round": changed(round=-1),
     "large round": changed(round=10**30),
     "rows of text": changed(rows=["a"]),
-    "rows missing": lambda manifest: {key: value for key, value in manifest.items() if key != "rows"},
+    "rows missing": lambda manifest: {
+        key: value for key, value in manifest.items() if key != "rows"
+    },
     "rows without round": changed(rows=[{"loss": 1.0}]),
     "text loss": in_rows(loss="x", round_seconds="x"),
     "text accuracy": in_rows(knn_top1="x", linear_top1=[]),
@@ -472,15 +555,22 @@ def test_a_forged_state_ends_in_a_clean_error(
 ) -> None:
     """With checksums that fit; what a command does not need it may take."""
     forge(run, FORGED[kind])
-    for command in (["export", str(run), "--to", "safetensors"], ["train", *words, f"run.dir={run}"]):
+    for command in (
+        ["export", str(run), "--to", "safetensors"],
+        ["train", *words, f"run.dir={run}"],
+    ):
         assert cli.main(command) in (0, 2)
         assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_weights_of_another_network_end_in_a_clean_error(run: Path, words: list[str], command: str) -> None:
+def test_weights_of_another_network_end_in_a_clean_error(
+    run: Path, words: list[str], command: str
+) -> None:
     forge(run, lambda manifest: manifest, lambda weights: {"w": torch.zeros(3)})
-    arguments = ["train", *words, f"run.dir={run}"] if command == "train" else ["evaluate", str(run), "knn"]
+    arguments = (
+        ["train", *words, f"run.dir={run}"] if command == "train" else ["evaluate", str(run), "knn"]
+    )
     assert cli.main(arguments) == 2
 
 
@@ -488,7 +578,11 @@ def test_weights_that_are_not_finite_are_not_exported(
     run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "backbone.conv1.weight"
-    forge(run, lambda manifest: manifest, lambda weights: weights | {name: torch.full_like(weights[name], np.nan)})
+    forge(
+        run,
+        lambda manifest: manifest,
+        lambda weights: weights | {name: torch.full_like(weights[name], np.nan)},
+    )
     for command in (["export", str(run)], ["embed", str(run), str(pictures), "-o", "a.npz"]):
         assert cli.main(command) == 2
         assert f"{name} of round 2 has values that are not finite" in capsys.readouterr().err
@@ -521,7 +615,11 @@ def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
     draw = random.Random(1)
     expected = Encoder.of(run)
     names = ["config.yaml", "split.json"]
-    names += [str(file.relative_to(run)) for file in sorted((run / "checkpoints").rglob("*")) if file.is_file()]
+    names += [
+        str(file.relative_to(run))
+        for file in sorted((run / "checkpoints").rglob("*"))
+        if file.is_file()
+    ]
     for name in names * 2:
         file = run / name
         whole, content = file.read_bytes(), bytearray(file.read_bytes())
@@ -536,7 +634,9 @@ def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
                 continue
             finally:
                 file.write_bytes(whole)
-        assert all(map(torch.equal, found.state_dict().values(), expected.state_dict().values())), name
+        assert all(map(torch.equal, found.state_dict().values(), expected.state_dict().values())), (
+            name
+        )
 
 
 @pytest.mark.slow
@@ -566,7 +666,11 @@ def full(*_: object) -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "onnx"])
 def test_a_full_disk_leaves_the_encoder_that_was_exported_before(
-    run: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    to: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if to == "onnx":
         pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
@@ -595,7 +699,9 @@ def test_a_full_disk_leaves_the_table_that_was_embedded_before(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "onnx"])
-def test_a_file_that_may_not_grow_leaves_the_earlier_one(run: Path, tmp_path: Path, to: str) -> None:
+def test_a_file_that_may_not_grow_leaves_the_earlier_one(
+    run: Path, tmp_path: Path, to: str
+) -> None:
     """As on a full disk, in a process of its own, which torch's own writers would abort."""
     if to == "onnx":
         pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
@@ -605,7 +711,9 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_one(run: Path, tmp_path: Pa
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main())"
     )
     words = ["export", str(run), "--to", to, "-o", str(tmp_path / "a")]
-    found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 2, found.stderr
     assert "free some space" in found.stderr
     assert (tmp_path / "a").read_text() == "earlier"
@@ -619,17 +727,23 @@ def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
         assert cli.main([*command, str(tmp_path / "pipe.npz")]) == 2
         assert "pipe.npz is not a file" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path / "nowhere" / "a.npz")]) == 2
-        assert f"there is no folder {tmp_path / 'nowhere'}; make it first" in capsys.readouterr().err
+        assert (
+            f"there is no folder {tmp_path / 'nowhere'}; make it first" in capsys.readouterr().err
+        )
     assert (tmp_path / "pipe.npz").is_fifo()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_that_cannot_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_file_system_that_cannot_lock_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def cannot(*_: object) -> None:
         raise OSError(number, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", cannot)
-    with pytest.warns(UserWarning, match=r"cannot lock files \(No locks available\): a second process that trains"):
+    with pytest.warns(
+        UserWarning, match=r"cannot lock files \(No locks available\): a second process that trains"
+    ):
         lock(tmp_path).close()
 
 
@@ -646,7 +760,9 @@ class Deleted(Watching):
         super().__init__()
         self.client = client
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         if update.client == self.client:
             shutil.rmtree(trainer.folder)
 
@@ -655,14 +771,18 @@ class Deleted(Watching):
             shutil.rmtree(trainer.folder)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard
 @pytest.mark.parametrize("client", [1, 2, None])
 @pytest.mark.parametrize("logger", ["[]", "[tensorboard]"])
 def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again(
     words: list[str], tmp_path: Path, client: int | None, logger: str
 ) -> None:
     config = compose([*words, f"run.dir={tmp_path / 'run'}", f"logger={logger}"])
-    with pytest.raises(UserError, match=r"run was deleted or moved while it was trained in.*start again"):
+    with pytest.raises(
+        UserError, match=r"run was deleted or moved while it was trained in.*start again"
+    ):
         fitted(config, Deleted(client))
     assert not (tmp_path / "run").exists()
 

@@ -55,10 +55,16 @@ VALUES = st.one_of(
 
 
 @fuzz
-@given(st.lists(st.tuples(st.sampled_from(KEYS) | st.text(max_size=20), VALUES), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KEYS) | st.text(max_size=20), VALUES), min_size=1, max_size=3
+    )
+)
 @example([("optim.lr", "${oc.env:HOME}")])
 @example([("seed", "${"), ("seed", "0.0")])
-def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(words: list[tuple[str, str]]) -> None:
+def test_any_value_in_any_key_is_a_configuration_or_a_clean_error(
+    words: list[tuple[str, str]],
+) -> None:
     overrides = [f"{key}={value}" for key, value in words]
     if any(word.startswith(("method=", "method.name=")) for word in overrides):
         return  # A method by its own name is code, which the user asks for.
@@ -82,7 +88,17 @@ def any_value(rng: random.Random) -> str:
 
 
 def any_words(rng: random.Random) -> list[str]:
-    keys = [*KEYS, "method", "data", "recipe", "profile", "experiment", "fedx", "resume", "regularizer"]
+    keys = [
+        *KEYS,
+        "method",
+        "data",
+        "recipe",
+        "profile",
+        "experiment",
+        "fedx",
+        "resume",
+        "regularizer",
+    ]
     return [f"{rng.choice(keys)}={any_value(rng)}" for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))]
 
 
@@ -92,15 +108,34 @@ def any_line(rng: random.Random, run: str) -> list[str]:
     out = ["-o", rng.choice([value for value in HOSTILE if not value.startswith(("/", ".."))])]
     lines = {
         "train": [*any_words(rng), *rng.choice([[], ["--fork", any_value(rng)]]), "--dry-run"],
-        "evaluate": [folder, *rng.choice([[], ["knn"], [any_value(rng)]]), *any_words(rng), "--round", any_value(rng)],
+        "evaluate": [
+            folder,
+            *rng.choice([[], ["knn"], [any_value(rng)]]),
+            *any_words(rng),
+            "--round",
+            any_value(rng),
+        ],
         "data": [any_value(rng), *any_words(rng), "data.download=false"],
         "sweep": [any_value(rng), "--seeds", any_value(rng), "--jobs", any_value(rng), "--dry-run"],
         "report": [folder, "--definitions", any_value(rng)],
-        "export": [folder, "--to", rng.choice(["safetensors", any_value(rng)]), *rng.choice([[], out])],
+        "export": [
+            folder,
+            "--to",
+            rng.choice(["safetensors", any_value(rng)]),
+            *rng.choice([[], out]),
+        ],
         "embed": [folder, any_value(rng), *rng.choice([[], out])],
         "neighbours": [folder, any_value(rng), any_value(rng), "--count", any_value(rng)],
         "completion": [any_value(rng)],
-        "federate": ["keys", "--sites", any_value(rng), "--port", any_value(rng), "--host", any_value(rng)],
+        "federate": [
+            "keys",
+            "--sites",
+            any_value(rng),
+            "--port",
+            any_value(rng),
+            "--host",
+            any_value(rng),
+        ],
         any_value(rng): any_words(rng),
     }
     command = rng.choice([*lines, "train", "train", "evaluate"])
@@ -117,9 +152,15 @@ def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [pytest.param(120), pytest.param(max(3000, CASES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(120), pytest.param(max(3000, CASES), marks=pytest.mark.slow)]
+)
 def test_any_command_line_ends_in_success_or_in_one_line(
-    count: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    count: int,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whatever is typed: no traceback, and no file but where one was asked for."""
 
@@ -142,7 +183,9 @@ def test_any_command_line_ends_in_success_or_in_one_line(
         said = capsys.readouterr().err
         assert code in (0, 2), line
         if code == 2 and said:
-            said = said.partition("\n")[2] if said.startswith("decoded copies of the images") else said
+            said = (
+                said.partition("\n")[2] if said.startswith("decoded copies of the images") else said
+            )
             assert said.startswith("error: "), (line, said)
             assert said.count("\n") == 1 or "Put one of these into" in said, (line, said)
             assert len(said) < 3000, (line, said)
@@ -156,7 +199,15 @@ def test_any_command_line_ends_in_success_or_in_one_line(
     st.floats(1e-3, 1e3), st.integers(0, 12), st.integers(1, 7), st.integers(0, 2**40), st.booleans(),
 )  # fmt: skip
 def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
-    kind: str, images: int, classes: int, clients: int, beta: float, least: int, held: int, seed: int, labelled: bool
+    kind: str,
+    images: int,
+    classes: int,
+    clients: int,
+    beta: float,
+    least: int,
+    held: int,
+    seed: int,
+    labelled: bool,
 ) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(-1, classes, images) if labelled else None
@@ -164,7 +215,15 @@ def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
     try:
         options = PartitionOptions(kind=kind, beta=beta, classes=held, min_size=least)
         split = Split(np.zeros((images, 1, 1, 1), np.uint8), labels, groups)
-        data = ImageData(name="test", train=split, test=None, classes=(), group_names=(), source="here", fingerprint="")
+        data = ImageData(
+            name="test",
+            train=split,
+            test=None,
+            classes=(),
+            group_names=(),
+            source="here",
+            fingerprint="",
+        )
         found = options.made(clients).deal(data, seed)
     except UserError:
         return
@@ -177,12 +236,20 @@ def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
 
 @fuzz
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(-30, 30))
-def test_an_average_does_not_depend_on_the_order_or_grouping_of_clients(seed: int, clients: int, scale: float) -> None:
+def test_an_average_does_not_depend_on_the_order_or_grouping_of_clients(
+    seed: int, clients: int, scale: float
+) -> None:
     """The mean of groups, weighted by their images, is the mean of all; sums are float64."""
     rng = np.random.default_rng(seed)
     reference = {"w": torch.zeros(20), "n": torch.tensor(0)}
     states = [
-        ({"w": torch.tensor(rng.normal(0, 2.0**scale, 20), dtype=torch.float32), "n": torch.tensor(i)}, int(n))
+        (
+            {
+                "w": torch.tensor(rng.normal(0, 2.0**scale, 20), dtype=torch.float32),
+                "n": torch.tensor(i),
+            },
+            int(n),
+        )
         for i, n in enumerate(rng.integers(1, 5000, clients))
     ]
 
@@ -223,7 +290,9 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(folder, keep=2)
     for number in (1, 2):
-        memory = ClientMemory(private={"queue": torch.full((4,), float(number))}, last_round=number, steps=5, epochs=1)
+        memory = ClientMemory(
+            private={"queue": torch.full((4,), float(number))}, last_round=number, steps=5, epochs=1
+        )
         record = checkpoints.save_client(
             Update(
                 client=0,
@@ -255,7 +324,9 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
             images_seen=7,
         )
         pending.save(
-            3, replace(update, seconds=60.0), ClientRecord(last_round=3, steps=1, epochs=1, sha256="", images=7)
+            3,
+            replace(update, seconds=60.0),
+            ClientRecord(last_round=3, steps=1, epochs=1, sha256="", images=7),
         )
     return folder
 

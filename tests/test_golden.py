@@ -30,28 +30,51 @@ from fedx_pl import federate
 
 FILE = Path(__file__).with_name("golden.json")
 METHODS = ("simclr", "moco", "byol", "protocl", "fedu")
-FEDX = {"plain": ["fedx=false"], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relation=queue"]}
+FEDX = {
+    "plain": ["fedx=false"],
+    "fedx": ["fedx=true"],
+    "queue": ["fedx=true", "fedx.relation=queue"],
+}
 HELD = {
     "none": [],
     "fedprox": ["regularizer=fedprox"],
     "scaffold": ["regularizer=scaffold"],
     "moon": ["moon=true"],
 }
-RULES = {rule: [f"aggregate={rule}", "federation.clients=3"] for rule in ("clip", "median", "trimmed")}
+RULES = {
+    rule: [f"aggregate={rule}", "federation.clients=3"] for rule in ("clip", "median", "trimmed")
+}
 # A small learning rate: with a large one, round 2 makes the last digit of another CPU's kernels visible.
 SMALL = [
     "data.limit=96", "evaluation.labels=limit", "federation.clients=2", "optim.batch_size=16", "optim.lr=0.002",
     "run.threads=1",
 ]  # fmt: skip
 OTHERS = {
-    "simclr, krum": ["aggregate=krum", "aggregate.byzantine=0", "federation.clients=3", "federation.min_clients=3"],
+    "simclr, krum": [
+        "aggregate=krum",
+        "aggregate.byzantine=0",
+        "federation.clients=3",
+        "federation.min_clients=3",
+    ],
     "byol, fedx, privacy": ["method=byol", "fedx=true", "privacy.clip=1", "privacy.noise=0.1"],
     "simclr, fedx, clipped": ["fedx=true", "privacy.clip=1"],
     "byol, fedx, local BatchNorm": ["method=byol", "fedx=true", "federation.batchnorm=local"],
-    "simclr, fedx, two of three clients": ["fedx=true", "federation.clients=3", "federation.fraction=0.7"],
-    **{f"byol, fedx, {rule}": ["method=byol", "fedx=true", *words] for rule, words in RULES.items()},
+    "simclr, fedx, two of three clients": [
+        "fedx=true",
+        "federation.clients=3",
+        "federation.fraction=0.7",
+    ],
+    **{
+        f"byol, fedx, {rule}": ["method=byol", "fedx=true", *words] for rule, words in RULES.items()
+    },
 }
-SOON = ("simclr, plain, none", "protocl, fedx, fedprox", "moco, fedx, scaffold", "fedu, queue, moon", *OTHERS)
+SOON = (
+    "simclr, plain, none",
+    "protocl, fedx, fedprox",
+    "moco, fedx, scaffold",
+    "fedu, queue, moon",
+    *OTHERS,
+)
 ON_RAY = ("byol, fedx, none", "moco, queue, scaffold", "simclr, plain, moon", "fedu, fedx, fedprox")
 TIMES = re.compile(r"seconds|per_second")
 
@@ -66,9 +89,15 @@ def cases() -> dict[str, list[str]]:
 
 def machine() -> str:
     """What the last digits depend on: torch, its kernels, and the CPU, whose caches decide how work is cut up."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = (
+        Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    cpu = ", ".join(told.get(key, "?") for key in ("model name", "cpu family", "model", "cache size"))
+    cpu = ", ".join(
+        told.get(key, "?") for key in ("model name", "cpu family", "model", "cache size")
+    )
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {isa}, {cpu}"
 
@@ -82,9 +111,21 @@ def measure(words: list[str], root: Path, folder: Path) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     shared = load_file(found.folder / "checkpoints" / "round_00002" / "global.safetensors")
-    private = [tensor for file in sorted((found.folder / "clients").glob("*")) for tensor in load_file(file).values()]
-    rows = [{key: value for key, value in row.items() if not TIMES.search(key)} for row in found.trainer.history]
-    close = {f"{key} of round {row['round']}": row[key] for row in rows for key in row if key.startswith("loss")}
+    private = [
+        tensor
+        for file in sorted((found.folder / "clients").glob("*"))
+        for tensor in load_file(file).values()
+    ]
+    rows = [
+        {key: value for key, value in row.items() if not TIMES.search(key)}
+        for row in found.trainer.history
+    ]
+    close = {
+        f"{key} of round {row['round']}": row[key]
+        for row in rows
+        for key in row
+        if key.startswith("loss")
+    }
     close["length of the weights"] = _length([*shared.values()])
     close["length of the private states"] = _length(private)
     return {
@@ -96,13 +137,21 @@ def measure(words: list[str], root: Path, folder: Path) -> dict[str, Any]:
 
 
 def _length(tensors: list[torch.Tensor]) -> float:
-    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors if tensor.is_floating_point()))
+    return math.sqrt(
+        sum(
+            tensor.double().square().sum().item()
+            for tensor in tensors
+            if tensor.is_floating_point()
+        )
+    )
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
     """Of the values, whatever their names and their order in a file."""
     each = sorted(
-        hashlib.sha256(f"{t.dtype} {tuple(t.shape)}".encode() + t.contiguous().numpy().tobytes()).digest()
+        hashlib.sha256(
+            f"{t.dtype} {tuple(t.shape)}".encode() + t.contiguous().numpy().tobytes()
+        ).digest()
         for t in tensors
     )
     return hashlib.sha256(b"".join(each)).hexdigest()[:16]
@@ -123,7 +172,8 @@ def differences(name: str, found: dict[str, Any], golden: dict[str, Any]) -> Ite
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in cases()]
+    "name",
+    [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in cases()],
 )
 def test_the_mathematics_is_as_it_was(name: str, tiny_root: Path, tmp_path: Path) -> None:
     golden = json.loads(FILE.read_text())

@@ -51,7 +51,9 @@ def test_relational_is_the_jensen_shannon_divergence_derived_by_hand() -> None:
 def test_relational_in_the_authors_form_swaps_the_arguments_of_kl() -> None:
     tau = 0.5
     p, q = hand_relation([1, 0], tau), hand_relation([0, 1], tau)
-    expected = sum(0.5 * math.log(0.5 / a) for a in p) / 2 + sum(0.5 * math.log(0.5 / a) for a in q) / 2
+    expected = (
+        sum(0.5 * math.log(0.5 / a) for a in p) / 2 + sum(0.5 * math.log(0.5 / a) for a in q) / 2
+    )
     z = torch.eye(2, dtype=torch.float64)
     found = losses.relational(z[:1], z[1:], z, tau, "authors")
     assert found.item() == pytest.approx(expected)
@@ -59,11 +61,18 @@ def test_relational_in_the_authors_form_swaps_the_arguments_of_kl() -> None:
 
 
 def test_relational_agrees_with_kl_div_and_is_bounded_by_log_two() -> None:
-    z1, z2, anchors, tau = embeddings(12, 6), embeddings(12, 6, seed=1), embeddings(9, 6, seed=2), 0.1
+    z1, z2, anchors, tau = (
+        embeddings(12, 6),
+        embeddings(12, 6, seed=1),
+        embeddings(9, 6, seed=2),
+        0.1,
+    )
     p = F.softmax(F.normalize(z1) @ F.normalize(anchors).T / tau, dim=1)
     q = F.softmax(F.normalize(z2) @ F.normalize(anchors).T / tau, dim=1)
     m = (p + q) / 2
-    expected = (F.kl_div(m.log(), p, reduction="batchmean") + F.kl_div(m.log(), q, reduction="batchmean")) / 2
+    expected = (
+        F.kl_div(m.log(), p, reduction="batchmean") + F.kl_div(m.log(), q, reduction="batchmean")
+    ) / 2
     found = losses.relational(z1, z2, anchors, tau)
     torch.testing.assert_close(found, expected)
     assert 0 < found.item() < math.log(2)
@@ -123,7 +132,9 @@ def test_byol_is_two_minus_two_cosines() -> None:
 
 def test_proto_nce_gives_each_prototype_its_own_temperature() -> None:
     """query e1 of cluster 0, prototypes e1 and e2 with phi .5 and .25: logits 2 and 0."""
-    found = losses.proto_nce(torch.eye(2)[:1], torch.eye(2), torch.tensor([0]), torch.tensor([0.5, 0.25]))
+    found = losses.proto_nce(
+        torch.eye(2)[:1], torch.eye(2), torch.tensor([0]), torch.tensor([0.5, 0.25])
+    )
     assert found.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + 1)))
 
 
@@ -141,7 +152,9 @@ def test_half_precision_embeddings_are_widened_before_the_softmax(dtype: torch.d
     [
         lambda z: losses.nt_xent(z, embeddings(5, 4, seed=1), 0.3),
         lambda z: losses.relational(z, embeddings(5, 4, seed=1), embeddings(3, 4, seed=2), 0.3),
-        lambda z: losses.relational(embeddings(5, 4, seed=1), embeddings(5, 4, seed=3), z, 0.3, "authors"),
+        lambda z: losses.relational(
+            embeddings(5, 4, seed=1), embeddings(5, 4, seed=3), z, 0.3, "authors"
+        ),
         lambda z: losses.global_contrast(z, embeddings(5, 4, seed=1), 0.3),
         lambda z: losses.info_nce(z, embeddings(5, 4, seed=1), embeddings(7, 4, seed=2), 0.3),
         lambda z: losses.alignment(z, embeddings(5, 4, seed=1)),

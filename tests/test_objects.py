@@ -86,7 +86,14 @@ def test_the_objects_train_and_every_command_reads_their_run(
     found = one.evaluate()
     assert found["knn_top1"] == one.history[-1]["knn_top1"]
     assert {"linear_top1", "linear_top5", "rankme"} <= found.keys()
-    files = {"config.yaml", "split.json", "metrics.csv", "encoder.safetensors", "tensorboard", "checkpoints"}
+    files = {
+        "config.yaml",
+        "split.json",
+        "metrics.csv",
+        "encoder.safetensors",
+        "tensorboard",
+        "checkpoints",
+    }
     assert files <= {file.name for file in (tmp_path / "run").iterdir()}
     # FedX on BYOL and nothing more: no code that one would have to trust.
     images = torch.from_numpy(arrays(1, 20)[0]).permute(0, 3, 1, 2) / 255
@@ -111,7 +118,9 @@ def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
     assert len(stopped.history) == 1
     resumed = trainer(tmp_path / "run", max_rounds=3, callbacks=[watching])
     with pytest.warns(UserWarning, match="other first weights"):
-        resumed.fit(model(seed=7), data())  # The weights that it is made with do not matter any more.
+        resumed.fit(
+            model(seed=7), data()
+        )  # The weights that it is made with do not matter any more.
     assert any("going on after round 1 of 3" in note for note in watching.notes)
     assert same(weights(whole), weights(resumed))
     with pytest.warns(UserWarning, match="began with other first weights than this model has"):
@@ -149,7 +158,10 @@ def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_w
         ({"trainer": {"local_epochs": 2}}, r"local_epochs: 1 -> 2"),
         ({"trainer": {"seed": 1}}, r"seed: 0 -> 1"),
         ({"trainer": {"regularizer": FedProx(mu=0.5)}}, r"regularizer.name: none -> fedprox"),
-        ({"trainer": {"aggregate": AggregateOptions(rule="median")}}, r"aggregate.rule: mean -> median"),
+        (
+            {"trainer": {"aggregate": AggregateOptions(rule="median")}},
+            r"aggregate.rule: mean -> median",
+        ),
         ({"model": {"momentum": 0.5}}, r"method.momentum: 0.99 -> 0.5"),
         ({"data": {"batch_size": 4}}, r"\(batch_size: 8 -> 4"),
         ({"data": {"partition": IID(clients=2)}}, r"\(clients: 3 -> 2"),
@@ -183,13 +195,17 @@ def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: P
     write_modules(modules, brought_here=OWN.replace("2.0", "3.0"))
     from brought_here import Mine as Edited
 
-    with pytest.raises(UserError, match=r"was trained with other code: .*brought_here.py changed since"):
+    with pytest.raises(
+        UserError, match=r"was trained with other code: .*brought_here.py changed since"
+    ):
         trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), data())
 
 
 def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> None:
     class Scaled(SimCLR):
-        def __init__(self, backbone: torch.nn.Module, scale: float, limit: int | None = None, **base: Any) -> None:
+        def __init__(
+            self, backbone: torch.nn.Module, scale: float, limit: int | None = None, **base: Any
+        ) -> None:
             super().__init__(backbone, **base)
             self.scale = scale
 
@@ -225,7 +241,11 @@ class Slow(pl.Callback):
             {"regularizer": Pull(0.1, torch.tensor([1.0, 0.25]))},
             "arguments of Pull",
         ),
-        ({"client_callbacks": [Slow(0.5)]}, {"client_callbacks": [Slow(0.25)]}, "arguments of Slow"),
+        (
+            {"client_callbacks": [Slow(0.5)]},
+            {"client_callbacks": [Slow(0.25)]},
+            "arguments of Slow",
+        ),
         ({}, {"client_callbacks": [Slow(0.5)]}, "arguments of Slow"),
         ({}, {"client_callbacks": [pl.callbacks.LambdaCallback()]}, "arguments of LambdaCallback"),
     ],
@@ -246,7 +266,10 @@ def test_a_changed_network_or_a_changed_argument_of_any_type_is_refused(tmp_path
     class Net(torch.nn.Sequential):
         def __init__(self, rate: float, last: type[torch.nn.Module] = torch.nn.ReLU) -> None:
             super().__init__(
-                torch.nn.Conv2d(3, 4, 3, stride=4), last(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+                torch.nn.Conv2d(3, 4, 3, stride=4),
+                last(),
+                torch.nn.AdaptiveAvgPool2d(1),
+                torch.nn.Flatten(),
             )
             self.rate = rate
 
@@ -280,7 +303,11 @@ def test_a_changed_network_or_a_changed_argument_of_any_type_is_refused(tmp_path
 
 def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) -> None:
     def net(features: int, frozen: bool = False) -> torch.nn.Module:
-        layers = torch.nn.Conv2d(3, features, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        layers = (
+            torch.nn.Conv2d(3, features, 3, stride=4),
+            torch.nn.AdaptiveAvgPool2d(1),
+            torch.nn.Flatten(),
+        )
         network = torch.nn.Sequential(*layers)
         network.feature_dim = features  # type: ignore[assignment]
         network[0].bias.requires_grad_(not frozen)
@@ -289,18 +316,24 @@ def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) 
     trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), data())
     with pytest.raises(UserError, match="frozen layers of the backbone changed since"):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), data())
-    with pytest.raises(UserError, match=r'layers of the backbone changed since; write default_root_dir="ANOTHER"'):
+    with pytest.raises(
+        UserError, match=r'layers of the backbone changed since; write default_root_dir="ANOTHER"'
+    ):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
     (tmp_path / "code.json").unlink()  # As if it could not be told.
     with pytest.raises(UserError, match=r"changed since|its weights do not fit"):
         trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
 
 
-def test_without_a_folder_the_run_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_run_is_named_after_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folders = []
     for epochs in (1, 2):
-        one = FederatedTrainer(max_rounds=1, local_epochs=epochs, evaluation=None, enable_progress_bar=False)
+        one = FederatedTrainer(
+            max_rounds=1, local_epochs=epochs, evaluation=None, enable_progress_bar=False
+        )
         one.fit(model(SimCLR), data())
         folders.append(one.folder)
     assert all(str(folder).startswith("runs/arrays-simclr-s0-") for folder in folders)
@@ -312,7 +345,9 @@ def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> N
         feature_dim = 5
 
     def net() -> Net:
-        return Net(torch.nn.Conv2d(3, 5, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        return Net(
+            torch.nn.Conv2d(3, 5, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        )
 
     pixels, labels = (torch.from_numpy(array) for array in arrays())
     pixels = pixels.permute(0, 3, 1, 2)
@@ -323,13 +358,17 @@ def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> N
     assert one.history[-1]["loss"] > 0
     with pytest.raises(UserError, match="Net"):
         Encoder.of(tmp_path)  # Nobody but the script knows how to make it.
-    again = trainer(tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1))
+    again = trainer(
+        tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1)
+    )
     again.fit(SimCLR(net()), FederatedDataModule(sets, batch_size=8))
     assert same(weights(one), weights(again))
 
 
 def test_clients_per_round_is_a_number_or_a_share(tmp_path: Path) -> None:
-    for number, (wanted, expected) in enumerate([(1, 1), (2, 2), (1.0, 3), (0.4, 1), (0.5, 2), (7, 3)]):
+    for number, (wanted, expected) in enumerate(
+        [(1, 1), (2, 2), (1.0, 3), (0.4, 1), (0.5, 2), (7, 3)]
+    ):
         one = trainer(tmp_path / str(number), clients_per_round=wanted)
         one.attach(model(SimCLR), data())
         assert len(one.choose_clients(1)) == one.num_sampled == expected
@@ -344,7 +383,9 @@ def test_clients_per_round_is_a_number_or_a_share(tmp_path: Path) -> None:
 
 def test_a_trial_run_leaves_nothing_behind(tmp_path: Path) -> None:
     watching = Watching()
-    one = trainer(tmp_path / "run", max_rounds=50, local_epochs=9, fast_dev_run=True, callbacks=[watching])
+    one = trainer(
+        tmp_path / "run", max_rounds=50, local_epochs=9, fast_dev_run=True, callbacks=[watching]
+    )
     one.fit(model(), data())
     assert watching.steps == 2  # One batch of two clients.
     assert not (tmp_path / "run").exists()
@@ -356,7 +397,9 @@ def test_loggers_of_lightning_get_the_numbers_of_every_round(tmp_path: Path) -> 
     rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]] == ["0", "1", "2"]
     assert not (tmp_path / "run" / "tensorboard").exists()
-    trainer(tmp_path / "both", logger=[True, CSVLogger(tmp_path, name="more", version="")]).fit(model(SimCLR), data())
+    trainer(tmp_path / "both", logger=[True, CSVLogger(tmp_path, name="more", version="")]).fit(
+        model(SimCLR), data()
+    )
     assert (tmp_path / "both" / "tensorboard").exists()
     assert (tmp_path / "more" / "metrics.csv").exists()
 
@@ -385,18 +428,27 @@ def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_trains_clients_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     """Its numbers stand beside those of the round, under names of their own."""
-    plain, measured = trainer(tmp_path / "plain"), trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)])
+    plain, measured = (
+        trainer(tmp_path / "plain"),
+        trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)]),
+    )
     for one in (plain, measured):
         one.fit(model(SimCLR), data())
     assert same(weights(plain), weights(measured))
     assert plain.evaluate() == measured.evaluate()
     assert plain.history[-1]["rankme"] == measured.history[-1]["rankme"]
-    assert {"geometry_rankme", "geometry_clients", "local_global_mean"} <= measured.history[-1].keys()
+    assert {"geometry_rankme", "geometry_clients", "local_global_mean"} <= measured.history[
+        -1
+    ].keys()
 
 
-def test_a_trainer_fits_again_on_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_fits_again_on_other_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    one = FederatedTrainer(max_rounds=1, local_epochs=1, evaluation=QUICK, enable_progress_bar=False, threads=THREADS)
+    one = FederatedTrainer(
+        max_rounds=1, local_epochs=1, evaluation=QUICK, enable_progress_bar=False, threads=THREADS
+    )
     one.fit(model(SimCLR), data())
     first = one.folder
     one.fit(model(SimCLR), data(test=arrays(2, 12)))
@@ -449,7 +501,12 @@ def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
         def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
             seen.append(record.number)
 
-    settings = {"rounds": 1, "epochs": 1, "clients": 2, "run": {"root": str(tmp_path), "threads": THREADS}}
+    settings = {
+        "rounds": 1,
+        "epochs": 1,
+        "clients": 2,
+        "run": {"root": str(tmp_path), "threads": THREADS},
+    }
     done = federate(
         "", "backbone.name=resnet10", "backbone.width=4", "optim.batch_size=8",
         method=Mine, data=arrays(), callbacks=[Look()], quiet=True, **settings,
@@ -489,7 +546,10 @@ assert not [name for name in sys.modules if name.startswith(("fedx_pl.config", "
 
 def test_the_first_floor_works_without_those_above_it(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_WORDS, str(tmp_path / "run")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_WORDS, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "encoder.safetensors").exists()

@@ -17,7 +17,16 @@ from PIL import Image
 import fedx_pl
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("src", "configs", "experiments", "setup.cfg", "pyproject.toml", "Makefile", "README.md", "LICENSE")
+PARTS = (
+    "src",
+    "configs",
+    "experiments",
+    "setup.cfg",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "LICENSE",
+)
 HINT = "from fedx_pl.errors import install_hint; print(install_hint('flower'))"
 
 
@@ -34,8 +43,20 @@ def test_the_public_names_import_little_beside_torch_and_lightning() -> None:
 before = set(sys.modules)
 from fedx_pl import FedXMixin, SSLMethod
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    slow = {"matplotlib", "scipy", "pandas", "omegaconf", "rich", "tensorboard", "flwr", "ray", "torchvision"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    slow = {
+        "matplotlib",
+        "scipy",
+        "pandas",
+        "omegaconf",
+        "rich",
+        "tensorboard",
+        "flwr",
+        "ray",
+        "torchvision",
+    }
     assert not slow & set(done.stdout.split())
 
 
@@ -45,7 +66,9 @@ def test_one_version_is_told_everywhere() -> None:
     assert f"## [{fedx_pl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert any(one.get("value") == "2207.09158" for one in citation["preferred-citation"]["identifiers"])
+    assert any(
+        one.get("value") == "2207.09158" for one in citation["preferred-citation"]["identifiers"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +87,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stale.parent.mkdir(parents=True)
     stale.touch()
     command = ["make", "wheel", f"BIN={Path(sys.executable).parent}", "-o", ".venv/bin/python"]
-    environment = os.environ | {"PIP_NO_BUILD_ISOLATION": "false"}  # pip's way to say: without, hence without network
+    environment = os.environ | {
+        "PIP_NO_BUILD_ISOLATION": "false"
+    }  # pip's way to say: without, hence without network
     subprocess.run(command, cwd=tree, env=environment, check=True, timeout=PATIENCE)
     return next((tree / "dist").glob("*.whl"))
 
@@ -73,13 +98,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command `fedx-pl` of a new environment that borrows what the wheel depends on."""
     home = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=PATIENCE)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=PATIENCE
+    )
     python = home / "bin" / "python"
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     own = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
     # A path in a .pth file lends packages, but not this checkout, which the lender itself has by a .pth file.
     (Path(own) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, timeout=PATIENCE)
     return home / "bin" / "fedx-pl"
 
@@ -87,7 +124,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
@@ -96,7 +139,10 @@ def test_a_wheel_has_all_files_and_no_others(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "fedx_pl").rglob("*.py")}
     data = set()
-    for folder, home in ((ROOT / "configs", "config/files"), (ROOT / "experiments", "experiments/definitions")):
+    for folder, home in (
+        (ROOT / "configs", "config/files"),
+        (ROOT / "experiments", "experiments/definitions"),
+    ):
         files = [*folder.rglob("*.yaml")] if folder.name == "configs" else [*folder.glob("*.yaml")]
         data |= {Path("fedx_pl") / home / path.relative_to(folder) for path in files}
     tables = Path("fedx_pl/experiments/definitions/paper/tables.yaml")
@@ -145,9 +191,19 @@ assert main(["report"]) == 2"""
     ("given", "expected"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
 )
-def test_threads_spin_only_for_a_moment_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+def test_threads_spin_only_for_a_moment_unless_told_otherwise(
+    given: dict[str, str], expected: str
+) -> None:
     """It must be set before torch is imported, which the package itself does not do."""
-    code = "import fedx_pl, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
-    unset = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    found = subprocess.run([sys.executable, "-c", code], env=unset | given, capture_output=True, text=True, check=True)
+    code = (
+        "import fedx_pl, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    unset = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=unset | given, capture_output=True, text=True, check=True
+    )
     assert found.stdout.split() == [expected, "False"]

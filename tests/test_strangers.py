@@ -33,7 +33,17 @@ class Payload:
 @pytest.fixture(scope="module")
 def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    assert cli.main(["train", *tiny_federation(tiny_root, runs), "federation.rounds=1", f"run.dir={runs / 'run'}"]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                *tiny_federation(tiny_root, runs),
+                "federation.rounds=1",
+                f"run.dir={runs / 'run'}",
+            ]
+        )
+        == 0
+    )
     return runs / "run"
 
 
@@ -48,12 +58,16 @@ def replace_weights(run: Path, content: bytes) -> None:
     (folder / "global.safetensors").unlink()  # The best round shares the file.
     (folder / "global.safetensors").write_bytes(content)
     names = ("global.safetensors", "state.json")
-    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    sums = [
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    ]
     (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 def hostile_weights(mark: Path) -> dict[str, bytes]:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    ).encode()
     torch_file = mark.with_name("weights.pt")
     torch.save({"w": torch.zeros(1), "x": Payload(mark)}, torch_file)
     return {
@@ -76,7 +90,9 @@ KINDS = [
 
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("kind", KINDS)
-def test_hostile_weights_do_nothing(run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_weights_do_nothing(
+    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     mark = tmp_path / "it ran"
     replace_weights(run, hostile_weights(mark)[kind])
     assert cli.main(["evaluate", str(run), "knn"]) == 2
@@ -89,7 +105,9 @@ def test_a_stranger_s_callbacks_are_not_imported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """They belong to the command that trained: whoever measures, exports or resumes the run did not name them."""
-    (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()")
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     file = run / "config.yaml"
     assert "callbacks: []" in file.read_text()
@@ -104,7 +122,9 @@ def test_a_stranger_s_callbacks_are_not_imported(
 def test_a_stranger_s_configuration_imports_no_code(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()")
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()"
+    )
     sys.path.insert(0, str(tmp_path))
     try:
         file = run / "config.yaml"
@@ -112,7 +132,9 @@ def test_a_stranger_s_configuration_imports_no_code(
         assert cli.main(["evaluate", str(run), "knn"]) == 2
         assert "names code to be run, method=evil:Method" in capsys.readouterr().err
         assert not (tmp_path / "it ran").exists()
-        assert cli.main(["evaluate", str(run), "knn", "allow_code=true"]) == 2  # It runs, and is no method.
+        assert (
+            cli.main(["evaluate", str(run), "knn", "allow_code=true"]) == 2
+        )  # It runs, and is no method.
         assert (tmp_path / "it ran").exists()
     finally:
         sys.path.remove(str(tmp_path))
@@ -124,7 +146,9 @@ def test_yaml_makes_no_objects_and_reads_no_environment(
     monkeypatch.setenv("SECRET", "hunter2")
     file = run / "config.yaml"
     plain = file.read_text()
-    file.write_text(plain + f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it ran'}]\n")
+    file.write_text(
+        plain + f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it ran'}]\n"
+    )
     with pytest.raises(UserError, match="not a readable run configuration"):
         config.load(file)
     assert not (tmp_path / "it ran").exists()
@@ -133,16 +157,22 @@ def test_yaml_makes_no_objects_and_reads_no_environment(
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]])
-@pytest.mark.parametrize("text", ["[" * 3000, "a: " + "[" * 60 + "]" * 60, "&a [*a]", "!!bool x", "#" * 10**6])
+@pytest.mark.parametrize(
+    "text", ["[" * 3000, "a: " + "[" * 60 + "]" * 60, "&a [*a]", "!!bool x", "#" * 10**6]
+)
 def test_a_configuration_without_end_is_one_line(
     run: Path, command: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.yaml").write_text(text)
     assert cli.main([*command, str(run)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {run / 'config.yaml'} is not a readable run configuration")
+    assert capsys.readouterr().err.startswith(
+        f"error: {run / 'config.yaml'} is not a readable run configuration"
+    )
 
 
-def test_a_configuration_that_laughs_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_laughs_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nine lines of aliases of aliases stand for billions of values."""
     lines = ["x0: &x0 [ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
@@ -153,7 +183,9 @@ def test_a_configuration_that_laughs_is_one_line(run: Path, capsys: pytest.Captu
         assert "more than 50,000 values" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", '{"round": []}', "null", "[" * 50_000, '{"round": 1, "rows": 7}'])
+@pytest.mark.parametrize(
+    "state", ["[]", "{}", '{"round": []}', "null", "[" * 50_000, '{"round": 1, "rows": 7}']
+)
 def test_hostile_state_is_refused(run: Path, state: str) -> None:
     (folder,) = (run / "checkpoints").glob("round_*")
     weights = (folder / "global.safetensors").read_bytes()
@@ -174,9 +206,16 @@ def test_fork_starts_a_new_run_from_a_runs_weights(
     assert f"--fork {run}" in error
     assert cli.main(["train", *words, f"run.dir={tmp_path / 'fork'}", "--fork", str(run)]) == 0
     before = load_file(next((run / "checkpoints").glob("round_*")) / "global.safetensors")
-    after = load_file(next((tmp_path / "fork" / "checkpoints").glob("round_*")) / "global.safetensors")
+    after = load_file(
+        next((tmp_path / "fork" / "checkpoints").glob("round_*")) / "global.safetensors"
+    )
     torch.testing.assert_close(after["backbone.conv1.weight"], before["backbone.conv1.weight"])
-    assert cli.main(["train", *words, "backbone.width=8", f"run.dir={tmp_path / 'b'}", "--fork", str(run)]) == 2
+    assert (
+        cli.main(
+            ["train", *words, "backbone.width=8", f"run.dir={tmp_path / 'b'}", "--fork", str(run)]
+        )
+        == 2
+    )
     assert "its weights do not fit" in capsys.readouterr().err
     assert cli.main(["train", *words, f"run.dir={tmp_path / 'c'}", "--fork", str(tmp_path)]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err

@@ -54,21 +54,29 @@ def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool
             batchnorm="average",
         )
         updates = [
-            local.run(context, client=c, data=again.trainer.client_data(c, number), memory=memories[c])
+            local.run(
+                context, client=c, data=again.trainer.client_data(c, number), memory=memories[c]
+            )
             for c in range(3)
         ]
         memories = {update.client: update.memory for update in updates}
         total = sum(update.num_images for update in updates)
         state = {
-            name: (sum(u.state.weights[name].double() * u.num_images for u in updates) / total).to(tensor.dtype)
+            name: (sum(u.state.weights[name].double() * u.num_images for u in updates) / total).to(
+                tensor.dtype
+            )
             if tensor.is_floating_point()
-            else (sum(u.state.weights[name].double() * u.num_images for u in updates) / total).round().to(tensor.dtype)
+            else (sum(u.state.weights[name].double() * u.num_images for u in updates) / total)
+            .round()
+            .to(tensor.dtype)
             for name, tensor in state.items()
         }
     assert same(weights(result), state)
 
 
-def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tiny: list[str], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not(
+    tiny: list[str], tmp_path: Path
+) -> None:
     first, second, other = (
         run(compose([*tiny, f"run.dir={tmp_path / name}", f"seed={seed}"]))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -102,7 +110,9 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     assert any("going on after round 1" in note for note in display.notes)
     assert same(weights(whole), weights(resumed))
     timeless = [{k: v for k, v in row.items() if "second" not in k} for row in whole.history]
-    assert timeless == [{k: v for k, v in row.items() if "second" not in k} for row in resumed.history]
+    assert timeless == [
+        {k: v for k, v in row.items() if "second" not in k} for row in resumed.history
+    ]
 
 
 def test_a_finished_run_is_not_run_again(tiny: list[str]) -> None:
@@ -121,8 +131,15 @@ def test_the_run_folder_holds_what_was_promised(tiny: list[str]) -> None:
     assert list(rows[0])[:4] == ["round", "knn_top1", "linear_top1", "linear_top5"]
     assert rows[0]["linear_top1"] == ""  # Not due.
     assert 0 <= float(rows[1]["linear_top1"]) <= float(rows[1]["linear_top5"]) <= 100
-    terms = ("loss_contrastive", "loss_local_relation", "loss_global_contrast", "loss_global_relation")
-    assert float(rows[1]["loss"]) == pytest.approx(sum(float(rows[1][term]) for term in terms), rel=1e-4)
+    terms = (
+        "loss_contrastive",
+        "loss_local_relation",
+        "loss_global_contrast",
+        "loss_global_relation",
+    )
+    assert float(rows[1]["loss"]) == pytest.approx(
+        sum(float(rows[1][term]) for term in terms), rel=1e-4
+    )
     split = json.loads((result.folder / "split.json").read_text())
     assert sorted(i for client in split["clients"] for i in client) == list(range(240))
     assert (result.folder / "config.yaml").exists()
@@ -155,14 +172,27 @@ def test_a_split_can_be_given_back(tiny: list[str], tmp_path: Path) -> None:
         run(compose([*tiny, f"partition.file={file}", "federation.clients=4"]))
 
 
-def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(tiny: list[str]) -> None:
-    config = compose([*tiny, "method=moco", "federation.clients=6", "federation.fraction=0.5", "federation.rounds=4"])
+def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(
+    tiny: list[str],
+) -> None:
+    config = compose(
+        [
+            *tiny,
+            "method=moco",
+            "federation.clients=6",
+            "federation.fraction=0.5",
+            "federation.rounds=4",
+        ]
+    )
     chosen = [made(config).trainer.choose_clients(number) for number in range(1, 5)]
     assert all(len(clients) == 3 for clients in chosen)
     assert len({tuple(clients) for clients in chosen}) > 1
     result = run(config)
     assert all(row["clients"] == 3 for row in result.history)
-    last = {client: max(r for r, clients in enumerate(chosen, 1) if client in clients) for client in np.unique(chosen)}
+    last = {
+        client: max(r for r, clients in enumerate(chosen, 1) if client in clients)
+        for client in np.unique(chosen)
+    }
     assert {client: record.last_round for client, record in result.state.clients.items()} == last
     for client, record in result.state.clients.items():
         assert "queue" in Checkpoints(result.folder).load_client(client, record).private
@@ -188,7 +218,9 @@ def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
     result = run(compose([*tiny, "method=byol"]), display)
     assert [row["dropped"] for row in result.history] == [1, 1]
     assert any("client 1" in note and "conv1.weight holds NaN" in note for note in display.notes)
-    assert all(tensor.isfinite().all() for tensor in weights(result).values() if tensor.is_floating_point())
+    assert all(
+        tensor.isfinite().all() for tensor in weights(result).values() if tensor.is_floating_point()
+    )
 
 
 def test_too_few_good_updates_stop_the_run_with_its_state_saved(
@@ -199,7 +231,9 @@ def test_too_few_good_updates_stop_the_run_with_its_state_saved(
         run(compose([*tiny, "federation.min_clients=2"]))
 
 
-def test_a_folder_of_another_config_is_refused_with_the_keys_that_differ(tiny: list[str], tmp_path: Path) -> None:
+def test_a_folder_of_another_config_is_refused_with_the_keys_that_differ(
+    tiny: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "mine"
     run(compose([*tiny, f"run.dir={folder}"]))
     before = (folder / "config.yaml").read_text()
@@ -231,7 +265,10 @@ def test_the_same_keys_with_other_images_are_refused(tiny: list[str], tmp_path: 
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match="another split of the images"):
         run(config)
-    assert json.loads((config.run_folder / "split.json").read_text())["clients"] == json.loads(split)["clients"]
+    assert (
+        json.loads((config.run_folder / "split.json").read_text())["clients"]
+        == json.loads(split)["clients"]
+    )
     assert first.history
 
 
@@ -269,7 +306,9 @@ def test_memory_of_a_round_does_not_hold_every_client_s_weights(
     assert most <= 1
 
 
-def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(tmp_path: Path, tiny: list[str]) -> None:
+def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(
+    tmp_path: Path, tiny: list[str]
+) -> None:
     from PIL import Image
 
     images = tmp_path / "images"
@@ -278,13 +317,24 @@ def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(tmp_p
         pixels = np.random.default_rng(i).integers(0, 255, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(images / f"site{i % 2}" / f"{i}.png")
     overrides = [o for o in tiny if not o.startswith(("data.", "federation.clients"))]
-    overrides += ["data=folder", f"data.root={images}", f"data.cache={tmp_path / 'cache'}", "data.image_size=32"]
+    overrides += [
+        "data=folder",
+        f"data.root={images}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.image_size=32",
+    ]
     overrides += ["partition.kind=folders", "federation.clients=2", "method=byol", "fedx=true"]
     result = run(compose([*overrides, "health.min_rankme=1000"]))
     assert "knn_top1" not in result.history[-1]
     assert result.history[-1]["loss"] > 0
-    assert result.untrained.keys() == {"rankme", "uniformity", "feature_std"} <= result.history[-1].keys()
-    assert any(alarm.startswith("round 1: the encoder has collapsed: rankme is") for alarm in result.alarms)
+    assert (
+        result.untrained.keys()
+        == {"rankme", "uniformity", "feature_std"}
+        <= result.history[-1].keys()
+    )
+    assert any(
+        alarm.startswith("round 1: the encoder has collapsed: rankme is") for alarm in result.alarms
+    )
     assert not (result.folder / "accuracy.png").exists()
 
 
@@ -293,7 +343,9 @@ def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
 
     class Second(RoundCallback):
         def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-            with pytest.raises(UserError, match=r"another process is training in .*run.dir=ANOTHER"):
+            with pytest.raises(
+                UserError, match=r"another process is training in .*run.dir=ANOTHER"
+            ):
                 run(config)
 
     fitted(config, Second())
@@ -317,9 +369,13 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
             self.resumed = dict[int, int]()  # steps, by round
             self.seen = dict[int, int]()
 
-        def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+        def on_client_update(
+            self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+        ) -> None:
             if update.client in record.resumed:
-                self.resumed[record.number] = self.resumed.get(record.number, 0) + len(update.losses)
+                self.resumed[record.number] = self.resumed.get(record.number, 0) + len(
+                    update.losses
+                )
                 return
             self.seen[record.number] = self.seen.get(record.number, 0) + update.images_seen
             if len(record.updates) + 1 == self.stop_at:
@@ -334,5 +390,7 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
     assert first.resumed == {}
     assert second.resumed == {1: first.steps}
     for row in result.history:
-        assert row["images_per_second"] * row["train_seconds"] == pytest.approx(second.seen[row["round"]])
+        assert row["images_per_second"] * row["train_seconds"] == pytest.approx(
+            second.seen[row["round"]]
+        )
     assert first.seen[1] > 0

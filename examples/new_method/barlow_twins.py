@@ -15,7 +15,9 @@ from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
 class BarlowTwins(SSLMethod):
     """Make the cross-correlation of the two views' embeddings the identity."""
 
-    def __init__(self, backbone: nn.Module, *, redundancy: float = 5e-3, scale: float = 0.1, **base: Any) -> None:
+    def __init__(
+        self, backbone: nn.Module, *, redundancy: float = 5e-3, scale: float = 0.1, **base: Any
+    ) -> None:
         """Sets the loss.
 
         Args:
@@ -25,7 +27,9 @@ class BarlowTwins(SSLMethod):
             base: keyword arguments of `SSLMethod`.
         """
         super().__init__(backbone, **base)
-        self.projector = BarlowTwinsProjectionHead(self.feature_dim, self.hidden_dim, self.embed_dim)
+        self.projector = BarlowTwinsProjectionHead(
+            self.feature_dim, self.hidden_dim, self.embed_dim
+        )
         self.scale = scale
         self.redundancy = BarlowTwinsLoss(redundancy)
 

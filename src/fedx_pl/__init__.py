@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from fedx_pl.federation.privacy import PrivacyOptions
     from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
     from fedx_pl.federation.round import RoundRecord, Update
-    from fedx_pl.methods import BYOL, Embeddings, FedU, Loss, MoCo, ProtoCL, SimCLR, SSLMethod, Views
+    from fedx_pl.methods import (
+        BYOL,
+        Embeddings,
+        FedU,
+        Loss,
+        MoCo,
+        ProtoCL,
+        SimCLR,
+        SSLMethod,
+        Views,
+    )
     from fedx_pl.methods.optim import OptimOptions
     from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
     from fedx_pl.trainer import FederatedTrainer

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
     from fedx_pl.encoder.load import Encoder
 
-_SHORT = {"rounds": "federation.rounds", "clients": "federation.clients", "epochs": "federation.epochs"}
+_SHORT = {
+    "rounds": "federation.rounds",
+    "clients": "federation.clients",
+    "epochs": "federation.epochs",
+}
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,9 @@ def _method(method: object) -> str:
             f"or FederatedTrainer(...).fit(model, data)"
         )
     if not isinstance(method, type):
-        raise UserError(f'method={method!r} is not possible; write method="byol", or a class of your own')
+        raise UserError(
+            f'method={method!r} is not possible; write method="byol", or a class of your own'
+        )
     return bring(method)
 
 
@@ -149,7 +155,11 @@ def _images(data: Any, words: Sequence[str]) -> ImageData:
             f"data is a {type(data).__name__}, which has settings of its own; write data=(images, labels) and the "
             f'settings here, e.g. clients=10, **{{"optim.batch_size": 64}}, or FederatedTrainer(...).fit(model, data)'
         )
-    idle = [word for word in words if word.startswith("data") and not word.startswith(("data.mean=", "data.std="))]
+    idle = [
+        word
+        for word in words
+        if word.startswith("data") and not word.startswith(("data.mean=", "data.std="))
+    ]
     if idle:
         raise UserError(f"{idle[0]} does nothing beside images of your own; leave it or data out")
     return data if isinstance(data, ImageData) else of_arrays(*pairs(data))
@@ -161,9 +171,15 @@ def _parted(name: str, given: Any, kind: type) -> tuple[list[str], list[Any]]:
     if isinstance(given, str):
         several = [given]
     if wrong := [one for one in several if not isinstance(one, str | kind)]:
-        shown = wrong[0].__name__ if isinstance(wrong[0], type) else f"{type(wrong[0]).__name__}(...)"
-        raise UserError(f"{name}={shown} is not possible; write {name}=[...] of words and {kind.__name__} objects")
-    return [one for one in several if isinstance(one, str)], [one for one in several if not isinstance(one, str)]
+        shown = (
+            wrong[0].__name__ if isinstance(wrong[0], type) else f"{type(wrong[0]).__name__}(...)"
+        )
+        raise UserError(
+            f"{name}={shown} is not possible; write {name}=[...] of words and {kind.__name__} objects"
+        )
+    return [one for one in several if isinstance(one, str)], [
+        one for one in several if not isinstance(one, str)
+    ]
 
 
 def _text(value: Any) -> str:

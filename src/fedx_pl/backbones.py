@@ -27,10 +27,12 @@ class BackboneOptions:
     """Which encoder is trained."""
 
     name: str = field(
-        default="resnet18", metadata={"help": "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet"}
+        default="resnet18",
+        metadata={"help": "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet"},
     )
     width: int = field(
-        default=64, metadata={"help": "channels of the first stage; 64 is the full network, 16 a thin one"}
+        default=64,
+        metadata={"help": "channels of the first stage; 64 is the full network, 16 a thin one"},
     )
     stem: str = field(
         default="auto",
@@ -51,9 +53,13 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     require_possible(options)
     stages = _STAGES.get(options.name)
     net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options.name)
-    stem = options.stem if options.stem != "auto" else "cifar" if image_size < _LARGE else "imagenet"
+    stem = (
+        options.stem if options.stem != "auto" else "cifar" if image_size < _LARGE else "imagenet"
+    )
     kernel, stride = {"cifar": (3, 1), "half": (3, 2), "imagenet": (7, 2)}[stem]
-    net.conv1 = nn.Conv2d(channels, net.conv1.out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    net.conv1 = nn.Conv2d(
+        channels, net.conv1.out_channels, kernel, stride, padding=kernel // 2, bias=False
+    )
     if stem != "imagenet":
         net.maxpool = nn.Identity()
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -66,7 +72,9 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
 def require_possible(options: BackboneOptions) -> None:
     """Raises a `UserError` if there is no such encoder; takes no time, so that it can come before data are fetched."""
     if options.stem not in ("auto", "cifar", "half", "imagenet"):
-        raise UserError(f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet")
+        raise UserError(
+            f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet"
+        )
     if not hasattr(options.width, "__index__") or options.width < 1:
         raise UserError(
             f"backbone.width={options.width!r} must be a whole number of at least 1; type backbone.width=64 for the "
@@ -78,10 +86,14 @@ def require_possible(options: BackboneOptions) -> None:
         instead = known_names(options.name, list(BACKBONES), prefix="backbone.name=")
         raise UserError(f"backbone.name={options.name} is not known{instead}")
     if options.width != 64:
-        raise UserError(f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}")
+        raise UserError(
+            f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}"
+        )
 
 
-_RESNETS = [name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name]
+_RESNETS = [
+    name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name
+]
 BACKBONES: dict[str, Callable[..., nn.Module]] = dict.fromkeys([*_STAGES, *_RESNETS], build)
 
 
@@ -101,7 +113,10 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
         raise UserError(f"the backbone is {name}, not a torch module; write e.g. resnet18()")
     if hasattr(network, "feature_dim"):
         return network
-    name, shape = type(network).__name__, (2, channels or first_channels(network) or 3, image_size, image_size)
+    name, shape = (
+        type(network).__name__,
+        (2, channels or first_channels(network) or 3, image_size, image_size),
+    )
     try:
         features = passed(network, torch.zeros(shape))
     except Exception as error:  # Whatever a stranger's network raises.
@@ -111,7 +126,11 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
             f"backbone.feature_dim to the number of its features"
         ) from error
     if not isinstance(features, torch.Tensor) or features.dim() != 2:
-        given = tuple(features.shape) if isinstance(features, torch.Tensor) else f"a {type(features).__name__}"
+        given = (
+            tuple(features.shape)
+            if isinstance(features, torch.Tensor)
+            else f"a {type(features).__name__}"
+        )
         raise UserError(
             f"the backbone {name} maps images to {given}; it must be (n, d), e.g. with a global pooling and without "
             f"the classifier"

@@ -19,7 +19,9 @@ Report = Callable[[str], None]  # takes a line for people
 Options = TypeVar("Options")
 
 # Control characters, marks that turn the direction of writing, and bytes that are no UTF-8 (surrogates).
-_UNREADABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNREADABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4})")
 MAX_SHOWN = 200  # characters of a value in a message
 MAX_MESSAGE = 2000
@@ -67,7 +69,11 @@ def has_controls(text: str) -> bool:
     Bytes that are not UTF-8, which file names may hold, are none of these: Python has surrogates for them.
     """
     categories = {letter: unicodedata.category(letter) for letter in set(text)}
-    lone = [letter for letter, kind in categories.items() if kind == "Cs" and not "\udc80" <= letter <= "\udcff"]
+    lone = [
+        letter
+        for letter, kind in categories.items()
+        if kind == "Cs" and not "\udc80" <= letter <= "\udcff"
+    ]
     return bool(lone) or "Cc" in categories.values()
 
 
@@ -83,7 +89,9 @@ def whole_number(name: str, value: Any, least: int) -> int:
         UserError: it is something else.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-        raise UserError(f"{name}={value!r} is not possible; write {name}={least}, or a larger whole number")
+        raise UserError(
+            f"{name}={value!r} is not possible; write {name}={least}, or a larger whole number"
+        )
     return index(value)
 
 
@@ -157,7 +165,11 @@ def wrong_type(key: str, value: object, usual: object) -> str:
     if isinstance(usual, bool):
         return f"{key}={value} is neither true nor false; type {key}=true or {key}=false"
     if isinstance(usual, list):
-        kind = "a list of numbers in brackets" if usual and isinstance(usual[0], int | float) else "a list in brackets"
+        kind = (
+            "a list of numbers in brackets"
+            if usual and isinstance(usual[0], int | float)
+            else "a list in brackets"
+        )
         example = f"[{','.join(map(str, usual or ('a', 'b')))}]"
         return f"{key}={value} is not {kind}; type e.g. {key}={example}"
     kinds = {int: "a whole number", float: "a number", str: "a single text"}
@@ -177,7 +189,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
         return same_leaf[0]
     whole = "." in word  # Else the groups of the candidates would only make them less like it.
-    scores = {one: _likeness(word.lower(), (one if whole else one.split(".")[-1]).lower()) for one in words}
+    scores = {
+        one: _likeness(word.lower(), (one if whole else one.split(".")[-1]).lower())
+        for one in words
+    }
     best = max(words, key=scores.__getitem__, default="")
     return best if best and scores[best] else ""
 
@@ -245,7 +260,11 @@ def _requirements(extra: str) -> list[str]:
     except PackageNotFoundError:
         return [f"fedx-pl[{extra}]"]
     parts = [line.partition(";") for line in lines]
-    found = [name.strip() for name, _, marker in parts if re.search(rf"""\bextra == ["']{extra}["']""", marker)]
+    found = [
+        name.strip()
+        for name, _, marker in parts
+        if re.search(rf"""\bextra == ["']{extra}["']""", marker)
+    ]
     return found or [f"fedx-pl[{extra}]"]
 
 
@@ -266,7 +285,9 @@ def readable(name: str | Path) -> str:
 
 def for_terminal(text: object) -> str:
     """Text that a terminal shows and does not obey; its lines stay lines."""
-    return _UNREADABLE.sub(lambda found: found[0] if found[0] in "\n\t" else _escape(found), str(text))
+    return _UNREADABLE.sub(
+        lambda found: found[0] if found[0] in "\n\t" else _escape(found), str(text)
+    )
 
 
 def say(text: object) -> None:

@@ -53,7 +53,9 @@ def nt_xent(z1: Tensor, z2: Tensor, tau: float) -> Tensor:
 
 
 @_full_precision
-def relational(z1: Tensor, z2: Tensor, anchors: Tensor, tau: float, divergence: str = "jsd") -> Tensor:
+def relational(
+    z1: Tensor, z2: Tensor, anchors: Tensor, tau: float, divergence: str = "jsd"
+) -> Tensor:
     """Divergence between the relationship vectors of two views (Eqs. 4 and 5), mean over the batch.
 
     A relationship vector is the softmax of an embedding's similarities to the relation batch.
@@ -68,7 +70,9 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, tau: float, divergence: 
     """
     # Both views in one matrix: half as many operations, and on a CPU each costs more than its arithmetic.
     anchors = F.normalize(anchors, dim=1) / tau
-    log_pq = F.log_softmax(F.normalize(torch.cat([z1, z2]), dim=1) @ anchors.T, dim=1).view(2, len(z1), len(anchors))
+    log_pq = F.log_softmax(F.normalize(torch.cat([z1, z2]), dim=1) @ anchors.T, dim=1).view(
+        2, len(z1), len(anchors)
+    )
     log_m = torch.logaddexp(log_pq[0], log_pq[1]) - math.log(2)
     if divergence == "jsd":
         total = (log_pq.exp() * (log_pq - log_m)).sum()
@@ -97,7 +101,9 @@ def global_contrast(z_local: Tensor, z_global: Tensor, tau: float) -> Tensor:
     z_local, z_global = F.normalize(z_local, dim=1), F.normalize(z_global, dim=1)
     to_local, to_global = z_local @ z_local.T / tau, z_local @ z_global.T / tau
     itself = torch.eye(n, dtype=torch.bool, device=z_local.device)
-    negatives = torch.cat([to_local.masked_fill(itself, -torch.inf), to_global.masked_fill(itself, -torch.inf)], dim=1)
+    negatives = torch.cat(
+        [to_local.masked_fill(itself, -torch.inf), to_global.masked_fill(itself, -torch.inf)], dim=1
+    )
     return (negatives.logsumexp(dim=1) - to_global.diagonal()).mean()
 
 
@@ -111,7 +117,11 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, tau: float) -> Tensor:
         queue: (k, d) negatives.
         tau: temperature.
     """
-    query, key, queue = F.normalize(query, dim=1), F.normalize(key, dim=1), F.normalize(queue, dim=1)
+    query, key, queue = (
+        F.normalize(query, dim=1),
+        F.normalize(key, dim=1),
+        F.normalize(queue, dim=1),
+    )
     positive = (query * key).sum(dim=1, keepdim=True)
     logits = torch.cat([positive, query @ queue.T], dim=1) / tau
     return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long, device=query.device))
@@ -129,7 +139,10 @@ def model_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) 
 
     ``-log(e^g / (e^g + e^p))`` with g and p the similarities over ``tau``, which is softplus(p - g).
     """
-    to_global, to_previous = F.cosine_similarity(z, z_global, dim=1), F.cosine_similarity(z, z_previous, dim=1)
+    to_global, to_previous = (
+        F.cosine_similarity(z, z_global, dim=1),
+        F.cosine_similarity(z, z_previous, dim=1),
+    )
     return F.softplus((to_previous - to_global) / tau).mean()
 
 

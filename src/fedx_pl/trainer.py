@@ -37,7 +37,13 @@ from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
-from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.checkpoint import (
+    DAMAGED,
+    Checkpoints,
+    ClientRecord,
+    RunState,
+    UnfinishedRound,
+)
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
@@ -109,7 +115,9 @@ class FederatedTrainer(Attached):
     evaluation: EvaluationOptions | None = field(default_factory=EvaluationOptions)
     evaluations: list[Evaluation] = field(default_factory=list)
     health: HealthOptions = field(default_factory=HealthOptions)
-    engine: EngineOptions | Callable[[FederatedTrainer], Engine] = field(default_factory=EngineOptions)
+    engine: EngineOptions | Callable[[FederatedTrainer], Engine] = field(
+        default_factory=EngineOptions
+    )
     callbacks: list[RoundCallback] = field(default_factory=list)
     client_callbacks: list[pl.Callback] = field(default_factory=list)
     logger: Logger | Sequence[Logger | bool] | bool = True
@@ -171,7 +179,9 @@ class FederatedTrainer(Attached):
                     self._call("on_fit_end")
             except BaseException as exception:
                 with ExitStack() as all_told:  # Each is told, whatever another does.
-                    all_told.callback(require_there, self.folder)  # If it is gone, that is why something failed.
+                    all_told.callback(
+                        require_there, self.folder
+                    )  # If it is gone, that is why something failed.
                     for callback in reversed(self._ready):
                         all_told.callback(callback.on_exception, self, exception)
                 raise

@@ -119,7 +119,9 @@ class Keeping(RoundCallback):
         ({"aggregate": "krum"}, r"min_clients=1; write min_clients=5"),
     ],
 )  # fmt: skip
-def test_an_argument_that_is_not_possible_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_an_argument_that_is_not_possible_is_refused_by_name(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         FederatedTrainer(**settings)
 
@@ -132,11 +134,18 @@ def test_arguments_are_taken_as_pl_trainer_takes_them() -> None:
     single = FederatedTrainer(callbacks=stopping, client_callbacks=timer, logger=CSVLogger("logs"))
     assert stopping in single.callbacks
     assert single.client_callbacks == [timer]
-    numbers = FederatedTrainer(max_rounds=np.int64(3), clients_per_round=np.int64(2), seed=np.int32(7), precision=32)
-    assert [type(value) for value in (numbers.max_rounds, numbers.clients_per_round, numbers.seed)] == [int] * 3
+    numbers = FederatedTrainer(
+        max_rounds=np.int64(3), clients_per_round=np.int64(2), seed=np.int32(7), precision=32
+    )
+    assert [
+        type(value) for value in (numbers.max_rounds, numbers.clients_per_round, numbers.seed)
+    ] == [int] * 3
     assert numbers.precision == "32-true"
     assert FederatedTrainer(clients_per_round=np.float32(0.5)).clients_per_round == 0.5
-    assert FederatedTrainer(max_time=timedelta(hours=1), devices=1, accelerator="cpu").device.type == "cpu"
+    assert (
+        FederatedTrainer(max_time=timedelta(hours=1), devices=1, accelerator="cpu").device.type
+        == "cpu"
+    )
     assert FederatedTrainer(evaluation=False).evaluation is None
     assert FederatedTrainer(evaluation=True).evaluation == EvaluationOptions()
     assert FederatedTrainer(privacy=None).privacy == PrivacyOptions()
@@ -212,22 +221,30 @@ def test_a_plain_network_is_a_backbone(tmp_path: Path) -> None:
     [
         (resnet18, r"the backbone is resnet18, not a torch module; write e\.g\. resnet18\(\)"),
         ("resnet18", r"the backbone is 'resnet18', not a torch module"),
-        (nn.Sequential(nn.Conv2d(3, 8, 3)), r"Sequential maps images to \(2, 8, 30, 30\); it must be \(n, d\)"),
+        (
+            nn.Sequential(nn.Conv2d(3, 8, 3)),
+            r"Sequential maps images to \(2, 8, 30, 30\); it must be \(n, d\)",
+        ),
         (nn.Linear(7, 8), r"has no feature_dim, and a forward pass .*set backbone\.feature_dim"),
     ],
 )
-def test_a_backbone_that_is_none_is_refused_when_the_method_is_made(backbone: Any, message: str) -> None:
+def test_a_backbone_that_is_none_is_refused_when_the_method_is_made(
+    backbone: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         SimCLR(backbone)
 
 
 def test_a_backbone_for_images_of_another_size_is_refused(tmp_path: Path) -> None:
     flat = nn.Sequential(nn.Conv2d(3, 2, 3, stride=4), nn.Flatten())
-    with pytest.raises(UserError, match=r"features of shape \(32,\) for these images, and its feature_dim is 128"):
+    with pytest.raises(
+        UserError, match=r"features of shape \(32,\) for these images, and its feature_dim is 128"
+    ):
         trainer(tmp_path / "run").fit(model(flat), data())
     fixed = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))
     with pytest.raises(
-        UserError, match=r"\(3 x 16 x 16\), and the backbone Sequential cannot take them \(RuntimeError"
+        UserError,
+        match=r"\(3 x 16 x 16\), and the backbone Sequential cannot take them \(RuntimeError",
     ):
         trainer(tmp_path / "run").fit(model(fixed), data())
     assert not (tmp_path / "run").exists()
@@ -241,7 +258,9 @@ class Adding(RoundCallback):
         record.row["mine"] = self.value
 
 
-@pytest.mark.parametrize("value", [torch.tensor(2.0), np.float32(2.0), np.array(2.0), [np.int64(2)]])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(2.0), np.float32(2.0), np.array(2.0), [np.int64(2)]]
+)
 def test_a_number_of_torch_or_numpy_in_the_row_is_a_number(tmp_path: Path, value: Any) -> None:
     seen: list[Any] = []
 
@@ -257,8 +276,12 @@ def test_a_number_of_torch_or_numpy_in_the_row_is_a_number(tmp_path: Path, value
     assert (seen[-1] == 2.0) == (expected == 2.0)
 
 
-def test_what_is_no_number_in_the_row_is_refused_with_its_key_and_nothing_is_saved(tmp_path: Path) -> None:
-    message = r"record\.row, as Adding left it, has 'mine': a Tensor of shape \(3,\).* float\(value\)"
+def test_what_is_no_number_in_the_row_is_refused_with_its_key_and_nothing_is_saved(
+    tmp_path: Path,
+) -> None:
+    message = (
+        r"record\.row, as Adding left it, has 'mine': a Tensor of shape \(3,\).* float\(value\)"
+    )
     with pytest.raises(UserError, match=message):
         trainer(tmp_path, callbacks=Adding(torch.zeros(3))).fit(model(), data())
     assert not (tmp_path / "checkpoints").exists()
@@ -275,15 +298,24 @@ class Stateful(RoundCallback):
         return self.state
 
 
-def test_a_state_that_does_not_fit_in_json_is_refused_with_the_callback_and_the_key(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_in_json_is_refused_with_the_callback_and_the_key(
+    tmp_path: Path,
+) -> None:
     for state, message in (
-        ({"fine": 1, "mean": torch.zeros(2)}, r"state_dict\(\) of the callback Stateful has 'mean': a Tensor of shape"),
+        (
+            {"fine": 1, "mean": torch.zeros(2)},
+            r"state_dict\(\) of the callback Stateful has 'mean': a Tensor of shape",
+        ),
         ({"seen": {1, 2}}, r"the callback Stateful has 'seen': a set"),
         (None, r"the callback Stateful returns None; return a dict"),
     ):
         with pytest.raises(UserError, match=message):
             trainer(tmp_path, callbacks=Stateful(state)).fit(model(), data())
-        assert not list((tmp_path / "checkpoints").glob("*")) if (tmp_path / "checkpoints").exists() else True
+        assert (
+            not list((tmp_path / "checkpoints").glob("*"))
+            if (tmp_path / "checkpoints").exists()
+            else True
+        )
     one = trainer(tmp_path, callbacks=Stateful({"best": torch.tensor(3)}))
     one.fit(model(), data())
     assert one.state.callbacks["Stateful"] == {"best": 3}
@@ -298,7 +330,9 @@ class Told(RoundCallback):
 
 
 @pytest.mark.parametrize("hook", ["setup", "load_state_dict", "on_fit_start", "on_exception"])
-def test_a_callback_that_raises_does_not_keep_others_from_being_told(tmp_path: Path, hook: str) -> None:
+def test_a_callback_that_raises_does_not_keep_others_from_being_told(
+    tmp_path: Path, hook: str
+) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("mine")
 
@@ -318,7 +352,10 @@ def test_a_callback_that_raises_does_not_keep_others_from_being_told(tmp_path: P
 def test_early_stopping_says_when_its_number_was_never_there(tmp_path: Path) -> None:
     watching = Watching()
     trainer(tmp_path, callbacks=[EarlyStopping("knn_top2"), watching]).fit(model(), data())
-    assert any("has waited for knn_top2, which no round had; there is loss" in note for note in watching.notes)
+    assert any(
+        "has waited for knn_top2, which no round had; there is loss" in note
+        for note in watching.notes
+    )
     with pytest.raises(UserError, match=r"mode='maximum' is not possible"):
         EarlyStopping(mode="maximum")
 
@@ -327,9 +364,13 @@ class FedXSimCLR(FedXMixin, SimCLR): ...
 
 
 def test_options_of_a_method_are_objects() -> None:
-    with pytest.raises(UserError, match=r"optim=\{'lr': 0\.1\} is not possible; write optim=OptimOptions\(\.\.\.\)"):
+    with pytest.raises(
+        UserError, match=r"optim=\{'lr': 0\.1\} is not possible; write optim=OptimOptions\(\.\.\.\)"
+    ):
         SimCLR(resnet10(width=4), optim={"lr": 0.1})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"fedx=\{\} is not possible; write fedx=FedXOptions\(\.\.\.\)"):
+    with pytest.raises(
+        UserError, match=r"fedx=\{\} is not possible; write fedx=FedXOptions\(\.\.\.\)"
+    ):
         FedXSimCLR(resnet10(width=4), fedx={})
     with pytest.raises(UserError, match=r"hidden_dim=2\.5 is not possible"):
         SimCLR(resnet10(width=4), hidden_dim=2.5)  # type: ignore[arg-type]
@@ -384,7 +425,9 @@ def test_a_folder_of_another_network_of_the_same_class_is_refused(tmp_path: Path
         trainer(tmp_path).fit(model(wider), data())
 
 
-def test_precisions_and_callbacks_that_a_client_cannot_have_are_refused_when_the_trainer_is_made() -> None:
+def test_precisions_and_callbacks_that_a_client_cannot_have_are_refused_when_the_trainer_is_made() -> (
+    None
+):
     assert [FederatedTrainer(precision=short).precision for short in (32, "32", "bf16")] == [
         "32-true", "32-true", "bf16-mixed",
     ]  # fmt: skip
@@ -392,7 +435,9 @@ def test_precisions_and_callbacks_that_a_client_cannot_have_are_refused_when_the
         with pytest.raises(UserError, match=r"precision=.* write auto or 32-true"):
             FederatedTrainer(precision=wrong)
     for callback in (pl.callbacks.LearningRateMonitor(), pl.callbacks.ModelCheckpoint()):
-        with pytest.raises(UserError, match=rf"client_callbacks={type(callback).__name__}.* leave it out"):
+        with pytest.raises(
+            UserError, match=rf"client_callbacks={type(callback).__name__}.* leave it out"
+        ):
             FederatedTrainer(client_callbacks=callback)
 
 
@@ -400,5 +445,7 @@ def test_text_in_the_row_is_for_the_table_and_not_for_tensorboard(tmp_path: Path
     one = trainer(tmp_path, callbacks=Adding("good"), logger=True)
     one.fit(model(), data())
     assert one.history[0]["mine"] == "good"
-    with pytest.raises(UserError, match=r"engine=.* makes None; give a subclass of fedx_pl\.Engine"):
+    with pytest.raises(
+        UserError, match=r"engine=.* makes None; give a subclass of fedx_pl\.Engine"
+    ):
         trainer(tmp_path / "engine", engine=lambda trainer: None).fit(model(), data())

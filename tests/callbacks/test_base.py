@@ -49,7 +49,9 @@ class Loudest(RoundCallback):
     def __init__(self, stop_after: int = 0) -> None:
         self.seen, self.stop_after = 0, stop_after
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         update.metrics["weights"] = float(len(update.state.weights))
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
@@ -81,7 +83,9 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
     assert "weights" in pages["Clients"]
 
 
-def test_a_callback_stops_the_run_and_its_state_outlives_the_process(tiny: list[str], tmp_path: Path) -> None:
+def test_a_callback_stops_the_run_and_its_state_outlives_the_process(
+    tiny: list[str], tmp_path: Path
+) -> None:
     words = [*tiny, "federation.rounds=3", f"run.dir={tmp_path / 'run'}"]
     first = Loudest(stop_after=1)
     assert [row["round"] for row in run(words, first).history] == [1]

@@ -44,7 +44,9 @@ def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def events(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "histograms": 0}).Reload()
+    return EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"images": 0, "histograms": 0}
+    ).Reload()
 
 
 def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
@@ -58,7 +60,13 @@ def content(events: EventAccumulator, tag: str) -> bytes:
 def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
     layout = Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    assert [page.title for page in layout.category] == ["Accuracy", "Losses", "Clients", "Health", "System"]
+    assert [page.title for page in layout.category] == [
+        "Accuracy",
+        "Losses",
+        "Clients",
+        "Health",
+        "System",
+    ]
     scalars = events.Tags()["scalars"]
     for chart in (chart for page in layout.category for chart in page.chart):
         for pattern in chart.multiline.tag:
@@ -73,20 +81,35 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
 
 def test_a_number_that_is_first_told_late_gets_its_chart() -> None:
     """And the scale of the loss in half precision is no loss."""
-    first = {"round": 1, "loss": 1.0, "loss_byol": 1.0, "drift": 0.1, "rankme": 9.0, "bytes_up": 5, "knn_top1": 30.0}
+    first = {
+        "round": 1,
+        "loss": 1.0,
+        "loss_byol": 1.0,
+        "drift": 0.1,
+        "rankme": 9.0,
+        "bytes_up": 5,
+        "knn_top1": 30.0,
+    }
     pages = layout([first, {**first, "round": 2, "my_own": 3.0, "loss_scale": 8192.0}])
     assert ["client_my_own/"] in pages["Clients"].values()
     assert ["client_loss_scale/"] in pages["Clients"].values()
     assert ["client_angle/"] in pages["Clients"].values()
     assert [tags[0] for tags in pages["Losses"].values()] == ["loss/byol", "loss/total"]
-    assert not [tags for tags in pages["Clients"].values() if "rankme" in tags[0] or "bytes" in tags[0]]
+    assert not [
+        tags for tags in pages["Clients"].values() if "rankme" in tags[0] or "bytes" in tags[0]
+    ]
 
 
-def test_only_the_first_clients_have_curves_and_all_are_in_the_spread(events: EventAccumulator) -> None:
+def test_only_the_first_clients_have_curves_and_all_are_in_the_spread(
+    events: EventAccumulator,
+) -> None:
     for name, clients in {"divergence": 3, "images": 3, "loss": 3, "drift": 2, "angle": 2}.items():
         found = [tag for tag in events.Tags()["scalars"] if tag.startswith(f"client_{name}/")]
         assert found == [f"client_{name}/client_000", f"client_{name}/client_001"]
-        assert [event.histogram_value.num for event in events.Histograms(f"spread/{name}")] == [clients, clients]
+        assert [event.histogram_value.num for event in events.Histograms(f"spread/{name}")] == [
+            clients,
+            clients,
+        ]
 
 
 def test_the_best_is_the_best_so_far(events: EventAccumulator) -> None:
@@ -97,10 +120,16 @@ def test_the_best_is_the_best_so_far(events: EventAccumulator) -> None:
 
 def test_traffic_and_shares_add_up(events: EventAccumulator, folder: Path) -> None:
     rows = json.loads((folder / "metrics.json").read_text())["rounds"]
-    size = sum(tensor.nbytes for tensor in torch_file(folder / "checkpoints" / "round_00002" / "global.safetensors"))
+    size = sum(
+        tensor.nbytes
+        for tensor in torch_file(folder / "checkpoints" / "round_00002" / "global.safetensors")
+    )
     assert [(row["bytes_up"], row["bytes_down"]) for row in rows] == [(3 * size, 3 * size)] * 2
     assert curve(events, "system/megabytes_in_all")[1][1] == pytest.approx(12 * size / 1e6)
-    shares = [curve(events, f"system/share_{kind}")[0][1] for kind in ("data", "step", "aggregate", "evaluate")]
+    shares = [
+        curve(events, f"system/share_{kind}")[0][1]
+        for kind in ("data", "step", "aggregate", "evaluate")
+    ]
     assert sum(shares) == pytest.approx(100, abs=1e-3)
     assert min(shares) > 0
     assert rows[0]["data_seconds"] + rows[0]["step_seconds"] <= rows[0]["train_seconds"]
@@ -114,7 +143,9 @@ def torch_file(file: Path) -> list[torch.Tensor]:
 
 
 def test_settings_are_columns_to_sort_a_sweep_by(events: EventAccumulator) -> None:
-    start = HParamsPluginData.FromString(content(events, "_hparams_/session_start_info")).session_start_info.hparams
+    start = HParamsPluginData.FromString(
+        content(events, "_hparams_/session_start_info")
+    ).session_start_info.hparams
     assert {key: start[key].string_value for key in ("Data", "FedX", "Method")} == {
         "Data": "cifar10", "FedX": "true", "Method": "fedu",
     }  # fmt: skip
@@ -126,7 +157,9 @@ def test_settings_are_columns_to_sort_a_sweep_by(events: EventAccumulator) -> No
     assert "_hparams_/session_end_info" in events.summary_metadata
 
 
-def test_pictures_of_each_measured_round_and_the_projector_at_the_end(events: EventAccumulator, folder: Path) -> None:
+def test_pictures_of_each_measured_round_and_the_projector_at_the_end(
+    events: EventAccumulator, folder: Path
+) -> None:
     for tag in ("embedding/neighbours", "embedding/map"):
         assert [event.step for event in events.Images(tag)] == [0, 1, 2]
     projected = folder / "tensorboard" / "00000" / "encoder"
@@ -142,7 +175,10 @@ def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path, tiny_ro
     from fedx_pl.config.compose import load
 
     fitted(load(folder / "config.yaml"))
-    assert sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*")) == before
+    assert (
+        sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*"))
+        == before
+    )
     assert (folder / "config.yaml").read_text() == config
 
 
@@ -165,7 +201,9 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
 
     (tmp_path / "images").mkdir()
     for number in range(12):
-        Image.new("RGB", (32, 32), (20 * number, 90, 200 - 10 * number)).save(tmp_path / "images" / f"{number}.png")
+        Image.new("RGB", (32, 32), (20 * number, 90, 200 - 10 * number)).save(
+            tmp_path / "images" / f"{number}.png"
+        )
     run([
         "data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "method=simclr",
         "backbone.name=resnet10", "backbone.width=4", "federation.clients=2", "federation.rounds=1",
@@ -174,7 +212,10 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
     ])  # fmt: skip
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in found.Images("embedding/neighbours")] == [0, 1]
-    assert "image" in (tmp_path / "run" / "tensorboard" / "00000" / "encoder" / "metadata.tsv").read_text()
+    assert (
+        "image"
+        in (tmp_path / "run" / "tensorboard" / "00000" / "encoder" / "metadata.tsv").read_text()
+    )
 
 
 def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
@@ -200,16 +241,34 @@ def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
 
 def test_drift_is_the_step_in_lengths_of_the_global_weights() -> None:
     """From (3, 4) to (3, 4 + 2.5): 2.5 of 5. Statistics and counters do not count."""
-    before = {"w": torch.tensor([3.0]), "v": torch.tensor([4.0]), "bn.running_var": torch.ones(1), "n": torch.tensor(1)}
-    after = {"w": torch.tensor([3.0]), "v": torch.tensor([6.5]), "bn.running_var": torch.zeros(1), "n": torch.tensor(9)}
+    before = {
+        "w": torch.tensor([3.0]),
+        "v": torch.tensor([4.0]),
+        "bn.running_var": torch.ones(1),
+        "n": torch.tensor(1),
+    }
+    after = {
+        "w": torch.tensor([3.0]),
+        "v": torch.tensor([6.5]),
+        "bn.running_var": torch.zeros(1),
+        "n": torch.tensor(9),
+    }
     assert drift_of(after, before) == pytest.approx(0.5)
 
 
 def test_the_angle_is_between_embeddings_before_and_after_training() -> None:
     model = make_model(SimCLR)
-    data, first = data_for(model), {name: tensor.clone() for name, tensor in model.shared_state().items()}
+    data, first = (
+        data_for(model),
+        {name: tensor.clone() for name, tensor in model.shared_state().items()},
+    )
     context = RoundContext(
-        round=1, rounds=10, epochs=2, seed=0, global_state=GlobalState(weights=first), batchnorm="average"
+        round=1,
+        rounds=10,
+        epochs=2,
+        seed=0,
+        global_state=GlobalState(weights=first),
+        batchnorm="average",
     )
     trainer = LocalTrainer(model, device=torch.device("cpu"), callbacks=[Angle(clients=1)])
     update = trainer.run(context, client=0, data=data, memory=None)
@@ -217,7 +276,9 @@ def test_the_angle_is_between_embeddings_before_and_after_training() -> None:
     for state in (first, update.state.weights):
         model.load_shared(state)
         with torch.no_grad():
-            embedded.append(network(data.augment.plain(data.store.take(torch.arange(40)))))  # all images, in order
+            embedded.append(
+                network(data.augment.plain(data.store.take(torch.arange(40))))
+            )  # all images, in order
     expected = angles(*embedded).mean().item()
     assert expected > 1
     assert update.metrics["angle"] == pytest.approx(expected, rel=1e-4)

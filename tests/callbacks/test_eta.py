@@ -128,7 +128,9 @@ def test_evaluations_are_part_of_it() -> None:
     steps(eta, clock, 5, 1.0)
     eta.client(1.0)
     clock.pass_by(20)
-    assert left(eta) == pytest.approx(20 + 2 * 30 + 10)  # 10 s of this evaluation are still to come.
+    assert left(eta) == pytest.approx(
+        20 + 2 * 30 + 10
+    )  # 10 s of this evaluation are still to come.
     eta.row(1, 20.0)
     assert left(eta) == pytest.approx(20 + 2 * 20)
     eta.start(2, 0.0, 0)
@@ -232,9 +234,13 @@ def test_the_display_does_not_count_the_wait_for_sites() -> None:
 
 def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:
     """100 images in 10 s here; the client that was trained before took other seconds."""
-    context = RoundContext(round=1, rounds=1, epochs=1, seed=0, global_state=GlobalState(weights={}))
+    context = RoundContext(
+        round=1, rounds=1, epochs=1, seed=0, global_state=GlobalState(weights={})
+    )
     updates = [update(0, 900, seconds=30.0), update(1, 100, seconds=10.0)]
-    record = RoundRecord(context=context, clients=[0, 1], updates=updates, resumed=[0], train_seconds=10.0)
+    record = RoundRecord(
+        context=context, clients=[0, 1], updates=updates, resumed=[0], train_seconds=10.0
+    )
     assert record.images_per_second() == 10
     record = replace(record, resumed=[0, 1], train_seconds=0.1)
     assert record.images_per_second() == 25

@@ -31,7 +31,9 @@ def update(losses: list[float], **metrics: float) -> Update:
 
 
 def texts(row: dict[str, Any], *updates: Update) -> list[str]:
-    context = RoundContext(round=1, rounds=2, epochs=1, seed=0, global_state=GlobalState(weights={}))
+    context = RoundContext(
+        round=1, rounds=2, epochs=1, seed=0, global_state=GlobalState(weights={})
+    )
     record = RoundRecord(context=context, clients=[3], updates=[*updates], row=row)
     trainer = SimpleNamespace(name_of=lambda client: f"client {client}", should_stop=False)
     Health().on_round_end(trainer, record)
@@ -46,7 +48,9 @@ def test_a_healthy_round_raises_no_alarm() -> None:
 
 def test_a_collapse_shows_in_rankme_and_uniformity() -> None:
     assert texts({"rankme": 1.04}) == ["the encoder has collapsed: rankme is 1.04, below 2"]
-    assert texts({"uniformity": -0.01}) == ["the encoder has collapsed: uniformity is -0.01, above -0.05"]
+    assert texts({"uniformity": -0.01}) == [
+        "the encoder has collapsed: uniformity is -0.01, above -0.05"
+    ]
 
 
 def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
@@ -62,7 +66,9 @@ def test_a_loss_scale_below_one_has_run_out() -> None:
 
 
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
-def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(tiny: list[str], tmp_path: Path, on_collapse: str) -> None:
+def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(
+    tiny: list[str], tmp_path: Path, on_collapse: str
+) -> None:
     """No encoder uses a thousand dimensions: with that bound each round is a collapse."""
     folder, display = tmp_path / "run", Watching()
     words = [*tiny, f"on_collapse={on_collapse}", "health.min_rankme=1000", f"run.dir={folder}"]

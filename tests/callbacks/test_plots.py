@@ -44,7 +44,9 @@ def test_cells_hold_numbers_when_they_fit_and_a_colour_bar_explains_them_when_no
 
 @pytest.mark.parametrize("clients", [5, 10, 30, 100])
 def test_labels_of_clients_do_not_overlap(clients):
-    figure = partition_heatmap(split(clients, 10), ["automobile"] * 10, [f"hospital {n}" for n in range(clients)])
+    figure = partition_heatmap(
+        split(clients, 10), ["automobile"] * 10, [f"hospital {n}" for n in range(clients)]
+    )
     pixels(figure)  # draws, which settles the layout
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     assert len(boxes) >= 5
@@ -130,5 +132,8 @@ def test_pyplot_is_not_touched():
 
 
 def test_the_picture_does_not_grow_with_a_thousand_clients():
-    few, many = (pixels(partition_heatmap(np.ones((n, 10), dtype=int), list("abcdefghij"))) for n in (200, 2000))
+    few, many = (
+        pixels(partition_heatmap(np.ones((n, 10), dtype=int), list("abcdefghij")))
+        for n in (200, 2000)
+    )
     assert many.shape[0] <= few.shape[0] * 1.05

@@ -61,7 +61,9 @@ def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console
     bar = next(line for line in reversed(lines) if line.startswith("round 3/20, 4/10 clients "))
     assert re.search(r" 30% \d:\d\d:\d\d ETA \d+ s$", bar)
     below = next(line for line in reversed(lines) if "img/s" in line)
-    assert re.fullmatch(r"[\d,]+ img/s, last client: loss 4.00, byol 2.75, local relation 1.25", below)
+    assert re.fullmatch(
+        r"[\d,]+ img/s, last client: loss 4.00, byol 2.75, local relation 1.25", below
+    )
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -73,7 +75,9 @@ def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Consol
         display.row({"round": 1, "loss": 4.0, "images_per_second": 1234.0, "round_seconds": 5.0})
         display._progress.refresh()
     lines = lines_of(live)
-    starts = [re.split(r"  | ━", line)[0] for line in lines if line.startswith("round") and "%" in line]
+    starts = [
+        re.split(r"  | ━", line)[0] for line in lines if line.startswith("round") and "%" in line
+    ]
     assert "round 1/2, evaluating" in starts
     assert starts[-1] == "round 2/2, 0/5 clients"
     assert any(re.match(r"round +1/2 +loss +4.00 +1,234 img/s +5.0 s", line) for line in lines)
@@ -107,7 +111,8 @@ def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> 
 
 
 @pytest.mark.parametrize(
-    ("terminal_there", "variable", "value"), [(False, "TERM", "xterm"), (True, "CI", "true"), (True, "TERM", "dumb")]
+    ("terminal_there", "variable", "value"),
+    [(False, "TERM", "xterm"), (True, "CI", "true"), (True, "TERM", "dumb")],
 )
 def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
     terminal_there: bool, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +127,9 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
         display.client(1, 2, 2, update())
     lines = [line for line in lines_of(screen) if line]
     assert len(lines) == 1
-    assert re.fullmatch(r"  round 1/2: 2 of 2 clients done, loss 4.00, [\d,]+ img/s, ETA \d+ s", lines[0])
+    assert re.fullmatch(
+        r"  round 1/2: 2 of 2 clients done, loss 4.00, [\d,]+ img/s, ETA \d+ s", lines[0]
+    )
 
 
 def test_steps_are_told_in_plain_lines_and_counted_from_the_start_of_each_part(
@@ -145,7 +152,9 @@ def test_steps_are_told_in_plain_lines_and_counted_from_the_start_of_each_part(
 
 def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:
     def warn(text: str, category: type[Warning] = UserWarning) -> None:
-        with warnings.catch_warnings():  # As around each fit: Python forgets then what it has shown.
+        with (
+            warnings.catch_warnings()
+        ):  # As around each fit: Python forgets then what it has shown.
             warnings.warn(text, category, stacklevel=1)
 
     with progress.grouped_warnings(plain):
@@ -157,14 +166,22 @@ def test_a_warning_is_shown_once_and_counted(plain: Console) -> None:
             warn("chatter")
     lines = [line for line in lines_of(plain) if line]
     assert len(lines) == 3
-    assert re.fullmatch(r"warning: the loader is slow \(UserWarning, test_progress.py:\d+\)", lines[0])
+    assert re.fullmatch(
+        r"warning: the loader is slow \(UserWarning, test_progress.py:\d+\)", lines[0]
+    )
     assert lines[1].startswith("warning: seen once (")
     assert lines[2] == "warning, 3 times: the loader is slow"
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(59.4, "59 s"), (59.6, "1 min 0 s"), (119.7, "2 min 0 s"), (3599.8, "1 h 0 min"), (90000, "1.0 days")],
+    [
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (119.7, "2 min 0 s"),
+        (3599.8, "1 h 0 min"),
+        (90000, "1.0 days"),
+    ],
 )
 def test_a_duration_never_has_sixty_seconds(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -178,5 +195,16 @@ def test_the_numbers_of_an_evaluation_have_plain_names() -> None:
     }  # fmt: skip
     output = io.StringIO()
     Console(file=output, width=100).print(evaluations(found))
-    names = [line.split("│")[1].strip() for line in output.getvalue().splitlines() if line.startswith("│")]
-    assert names == ["linear_top1", "knn_top1", "knn.rankme", "semi.0.01.labels", "semi.0.01.top1", "geometry.rankme"]
+    names = [
+        line.split("│")[1].strip()
+        for line in output.getvalue().splitlines()
+        if line.startswith("│")
+    ]
+    assert names == [
+        "linear_top1",
+        "knn_top1",
+        "knn.rankme",
+        "semi.0.01.labels",
+        "semi.0.01.top1",
+        "geometry.rankme",
+    ]

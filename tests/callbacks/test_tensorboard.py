@@ -12,7 +12,9 @@ from fedx_pl.callbacks.tensorboard import RunWriter
 
 
 def events(folder) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    accumulator = EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+    )
     return accumulator.Reload()
 
 
@@ -78,7 +80,10 @@ def test_only_the_first_clients_get_curves(tmp_path):
     with RunWriter(tmp_path, max_clients=2) as writer:
         for client in (5, 1, 0, 2):
             writer.client_losses(client, 0, torch.ones(1, 1), ["total"])
-    assert sorted(events(tmp_path).Tags()["scalars"]) == ["loss_total/client_000", "loss_total/client_001"]
+    assert sorted(events(tmp_path).Tags()["scalars"]) == [
+        "loss_total/client_000",
+        "loss_total/client_001",
+    ]
 
 
 def test_a_broken_loss_is_shown(tmp_path):

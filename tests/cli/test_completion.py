@@ -35,7 +35,9 @@ def offered(scripts: Path, line: str, breaks: str = "\t\n\"'><=;|&(:") -> list[s
         _fedx_pl
         printf "%s\\n" "${COMPREPLY[@]}"'''
     command = ["bash", "--norc", "-c", words, "bash", line, breaks]
-    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, cwd=scripts, capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -90,12 +92,17 @@ def test_bash_gets_whole_words_where_it_does_not_cut_them(scripts: Path) -> None
             },
             "train data=svhn fedx=true federation.rounds=20",
         ),
-        ({"fedx-pl eva": "evaluate ", "ru": "runs/", "on": "one/", " li": "linear "}, "evaluate runs/one linear"),
+        (
+            {"fedx-pl eva": "evaluate ", "ru": "runs/", "on": "one/", " li": "linear "},
+            "evaluate runs/one linear",
+        ),
         ({"fedx-pl train data.root=ru": "runs/", "on": "one/"}, "train data.root=runs/one"),
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_tab_completes_on_a_terminal(scripts: Path, shell: str, typed: dict[str, str], expected: str) -> None:
+def test_a_tab_completes_on_a_terminal(
+    scripts: Path, shell: str, typed: dict[str, str], expected: str
+) -> None:
     """What is typed before each TAB, and what the terminal shows after it."""
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}: apt-get install {shell}")
@@ -129,7 +136,9 @@ def test_a_tab_completes_on_a_terminal(scripts: Path, shell: str, typed: dict[st
         process.wait()
         os.close(inside)
         os.close(terminal)
-    assert [word.removesuffix("/") for word in told.split()] == expected.split()  # zsh takes the last slash off again.
+    assert [
+        word.removesuffix("/") for word in told.split()
+    ] == expected.split()  # zsh takes the last slash off again.
 
 
 def read_until(terminal: int, text: str, seconds: float = 120.0) -> str:
@@ -151,5 +160,7 @@ def test_fish_is_offered_what_may_be_typed(scripts: Path) -> None:
         ("fedx-pl evaluate runs/one li", "linear"),
     ):
         command = ["fish", "--no-config", "-c", f"source script.fish; complete -C '{line}'"]
-        done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=300, check=True)
+        done = subprocess.run(
+            command, cwd=scripts, capture_output=True, text=True, timeout=300, check=True
+        )
         assert [found.split("\t")[0] for found in done.stdout.splitlines()] == [expected]

@@ -33,7 +33,9 @@ def train(*overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BYOL with FedX: a BatchNorm in the projector, private state and a global model."""
-    return train(*tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")), "method=byol", "fedx=true")
+    return train(
+        *tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")), "method=byol", "fedx=true"
+    )
 
 
 @pytest.fixture
@@ -67,7 +69,11 @@ def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
         assert 100 * confusion.trace() / 60 == pytest.approx(found[kind][f"{kind}_top1"], abs=1e-3)
     assert 1 <= last["rankme"] <= 32  # width 4: 32 features
     assert last["uniformity"] < 0
-    assert saved(run, "knn") == {"round": 2, "settings": {"labels": "all", "k": 200}, "results": found["knn"]}
+    assert saved(run, "knn") == {
+        "round": 2,
+        "settings": {"labels": "all", "k": 200},
+        "results": found["knn"],
+    }
     assert saved(run, "linear")["settings"]["epochs"] == 5
 
 
@@ -82,8 +88,13 @@ def test_nothing_of_the_run_is_touched(run: Path) -> None:
 def test_semi_has_a_result_for_each_share_of_the_labels(run: Path) -> None:
     """240 images of ten classes: 5 % are 12, 50 % are 120."""
     ticks: list[tuple[int, int]] = []
-    found = evaluate_run(run, ["semi"], QUICK, report=silent, tick=lambda done, total: ticks.append((done, total)))
-    assert {share: result["labels"] for share, result in found["semi"].items()} == {"0.05": 12, "0.5": 120}
+    found = evaluate_run(
+        run, ["semi"], QUICK, report=silent, tick=lambda done, total: ticks.append((done, total))
+    )
+    assert {share: result["labels"] for share, result in found["semi"].items()} == {
+        "0.05": 12,
+        "0.5": 120,
+    }
     assert all(0 <= result["top1"] <= 100 for result in found["semi"].values())
     assert ticks == [(1, 3), (2, 3), (3, 3)]  # 12 and 120 images in batches of 64
     assert saved(run, "semi")["settings"] == {
@@ -112,7 +123,9 @@ def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None
     for client in range(3):
         memory = checkpoints.load_client(client, state.clients[client])
         trainer.run(
-            RoundContext(round=3, rounds=3, epochs=1, seed=0, global_state=weights, batchnorm="average"),
+            RoundContext(
+                round=3, rounds=3, epochs=1, seed=0, global_state=weights, batchnorm="average"
+            ),
             client=client,
             data=again.trainer.client_data(client, 3),
             memory=memory,
@@ -124,7 +137,9 @@ def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None
     assert found["clients"] == 3
     assert found["local_global_mean"] == pytest.approx(angles.mean().item(), rel=1e-3)
     frog = angles[:, torch.from_numpy(data.test.labels) == data.classes.index("frog")]
-    assert found["local_global"]["frog"]["median"] == pytest.approx(np.median(frog.numpy()), rel=1e-3)
+    assert found["local_global"]["frog"]["median"] == pytest.approx(
+        np.median(frog.numpy()), rel=1e-3
+    )
     assert list(found["local_global"]) == list(data.classes)
     assert len(found["interclass"]) == 45
     assert found["interclass_mean"] == pytest.approx(np.mean(found["interclass"]), abs=1e-3)
@@ -140,10 +155,15 @@ def test_geometry_of_some_of_the_clients(run: Path) -> None:
     assert found["geometry"]["clients"] == 1
 
 
-def test_a_cosine_schedule_and_a_regularizer_do_not_end_the_geometry(tiny_root: Path, tmp_path: Path) -> None:
+def test_a_cosine_schedule_and_a_regularizer_do_not_end_the_geometry(
+    tiny_root: Path, tmp_path: Path
+) -> None:
     """After its last round a cosine schedule has come to zero: f would be F, and SCAFFOLD would divide by zero."""
     folder = train(
-        *tiny_federation(tiny_root, tmp_path), "federation.rounds=1", "optim.schedule=cosine", "regularizer=scaffold"
+        *tiny_federation(tiny_root, tmp_path),
+        "federation.rounds=1",
+        "optim.schedule=cosine",
+        "regularizer=scaffold",
     )
     assert evaluate_run(folder, ["geometry"], report=silent)["geometry"]["local_global_mean"] > 0.01
 
@@ -177,7 +197,9 @@ def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
     (run / "config.yaml").write_text(config.replace(str(aligned[1]), "runs/moved"))
     last = json.loads((run / "metrics.json").read_text())["rounds"][-1]
     assert evaluate_run(run, ["knn"], report=silent)["knn"]["knn_top1"] == last["knn_top1"]
-    with pytest.raises(UserError, match=r"fedca\.base=runs/moved is not .*; type fedca\.base=FOLDER"):
+    with pytest.raises(
+        UserError, match=r"fedca\.base=runs/moved is not .*; type fedca\.base=FOLDER"
+    ):
         evaluate_run(run, ["geometry"], report=silent)
     found = evaluate_run(run, ["geometry"], [f"fedca.base={base}"], report=silent)
     assert found == evaluate_run(aligned[0], ["geometry"], report=silent)
@@ -196,7 +218,9 @@ def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
         (["semi"], ["evaluation.semi.fractions=[2]"], "evaluation.semi.fractions"),
     ],
 )
-def test_mistakes_are_explained(run: Path, kinds: list[str], overrides: list[str], message: str) -> None:
+def test_mistakes_are_explained(
+    run: Path, kinds: list[str], overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         evaluate_run(run, kinds, overrides, report=silent)
     assert not (run / "evaluation").exists()
@@ -230,16 +254,22 @@ def train_unlabelled(folder: Path) -> Path:
     images = folder / "images"
     images.mkdir()
     for i in range(24):
-        pixels = np.random.default_rng(i).integers(0, 55, (32, 32, 3), dtype=np.uint8) + np.uint8(200 * (i >= 12))
+        pixels = np.random.default_rng(i).integers(0, 55, (32, 32, 3), dtype=np.uint8) + np.uint8(
+            200 * (i >= 12)
+        )
         Image.fromarray(pixels).save(images / f"{i:02d}.png")
-    overrides = [o for o in tiny_federation(images, folder / "runs") if not o.startswith("data.verify")]
+    overrides = [
+        o for o in tiny_federation(images, folder / "runs") if not o.startswith("data.verify")
+    ]
     overrides += ["data=folder", f"data.cache={folder / 'cache'}", "data.image_size=32"]
     return train(*overrides, "partition.kind=iid", "federation.clients=2", "federation.rounds=1")
 
 
 def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
     folder = train_unlabelled(tmp_path)
-    with pytest.raises(UserError, match=r"no labels to measure semi with; type fedx-pl evaluate .* geometry"):
+    with pytest.raises(
+        UserError, match=r"no labels to measure semi with; type fedx-pl evaluate .* geometry"
+    ):
         evaluate_run(folder, ["geometry", "semi"], report=silent)
     found = evaluate_run(folder, ["geometry"], report=silent)["geometry"]
     assert found["images"] == 24
@@ -248,7 +278,9 @@ def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
     assert not {"local_global", "interclass", "interclass_mean"} & found.keys()
 
 
-def test_some_of_the_images_are_not_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_the_images_are_not_the_first_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """12 of 24 for the angles and 8 of these for the alignment: dark and bright ones in both."""
     folder, seen = train_unlabelled(tmp_path), []
     embed = embedding.embed
@@ -270,13 +302,16 @@ def test_the_geometry_of_a_round_whose_clients_are_gone_names_other_rounds(run: 
     for file in (run / "clients").glob("*_round_00001.safetensors"):
         file.unlink()
     with pytest.raises(
-        UserError, match=r"own state of round 1 is not there .*type --round with one of 2, or leave it out"
+        UserError,
+        match=r"own state of round 1 is not there .*type --round with one of 2, or leave it out",
     ):
         evaluate_run(run, ["geometry"], report=silent, round_number=1)
     assert evaluate_run(run, ["knn"], report=silent, round_number=1)
     for file in (run / "clients").iterdir():
         file.unlink()
-    with pytest.raises(UserError, match=r"own state of round 2 is not there .*type --round with one of 1$"):
+    with pytest.raises(
+        UserError, match=r"own state of round 2 is not there .*type --round with one of 1$"
+    ):
         evaluate_run(run, ["geometry"], report=silent)
 
 
@@ -284,14 +319,22 @@ def test_the_best_round_has_a_geometry_long_after_it(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunState, "best", 1)
-    folder = train(*tiny_federation(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1")
+    folder = train(
+        *tiny_federation(tiny_root, tmp_path), "method=byol", "federation.rounds=3", "run.keep=1"
+    )
     assert Checkpoints(folder).rounds() == [1, 3]
-    assert evaluate_run(folder, ["geometry"], report=silent, round_number=1)["geometry"]["clients"] == 3
+    assert (
+        evaluate_run(folder, ["geometry"], report=silent, round_number=1)["geometry"]["clients"]
+        == 3
+    )
 
 
 def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
     rounds = json.loads((run / "metrics.json").read_text())["rounds"]
-    first, last = ({key: row[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")} for row in rounds)
+    first, last = (
+        {key: row[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")}
+        for row in rounds
+    )
     assert first != last  # Of the accuracies alone, two may well be the same.
     found = evaluate_run(run, ["knn"], report=silent, round_number=rounds[0]["round"])["knn"]
     assert {key: found[key] for key in first} == first
@@ -300,7 +343,9 @@ def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
         evaluate_run(run, ["knn"], report=silent, round_number=99)
 
 
-def test_weights_are_measured_with_edited_code_and_not_trained_with_it(tiny_root: Path, modules: Path) -> None:
+def test_weights_are_measured_with_edited_code_and_not_trained_with_it(
+    tiny_root: Path, modules: Path
+) -> None:
     (modules / "mine.py").write_text(METHOD)
     folder = train(*tiny_federation(tiny_root, modules), "method=mine:Mine", "federation.rounds=1")
     said: list[str] = []
@@ -310,7 +355,10 @@ def test_weights_are_measured_with_edited_code_and_not_trained_with_it(tiny_root
     forget_modules(modules)
     assert evaluate_run(folder, ["knn"], report=said.append, allow_code=True)["knn"] == found["knn"]
     assert [line for line in said if line.startswith("note: mine.py changed since")]
-    with pytest.raises(UserError, match=r"geometry trains clients once more, and mine\.py changed since .* linear knn"):
+    with pytest.raises(
+        UserError,
+        match=r"geometry trains clients once more, and mine\.py changed since .* linear knn",
+    ):
         evaluate_run(folder, ["geometry"], report=silent, allow_code=True)
     (folder / "code.json").unlink()
     evaluate_run(folder, ["knn"], report=said.append, allow_code=True)

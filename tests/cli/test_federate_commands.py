@@ -18,7 +18,13 @@ from fedx_pl.sites import keys
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with keys for two sites, and images."""
     monkeypatch.chdir(tmp_path)
-    for name in ("FLWR_HOME", "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK", "NO_PROXY", "no_proxy"):
+    for name in (
+        "FLWR_HOME",
+        "FLWR_TELEMETRY_ENABLED",
+        "FLWR_DISABLE_UPDATE_CHECK",
+        "NO_PROXY",
+        "no_proxy",
+    ):
         monkeypatch.setenv(name, "")  # Put back afterwards: the commands set them.
     keys.make(tmp_path / "keys", "localhost", 8000, ["a", "b"])
     parts.make_images(tmp_path / "images", {"a": 3})
@@ -39,7 +45,9 @@ def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         error = mistake(capsys, *words, "--clients", "2", option)
         assert error.startswith(f"error: {option}")
         assert "is not possible; type " in error
-    assert "engine=ray is for fedx-pl train" in mistake(capsys, *words, "--clients", "2", "engine=ray")
+    assert "engine=ray is for fedx-pl train" in mistake(
+        capsys, *words, "--clients", "2", "engine=ray"
+    )
     assert "fedca=true needs" in mistake(capsys, *words, "--clients", "2", "fedca=true")
     insecure = mistake(capsys, *words, "--clients", "2", "--insecure", "--host", "0.0.0.0")
     assert "without TLS only on this machine; type --host 127.0.0.1" in insecure
@@ -56,11 +64,15 @@ def test_a_coordinator_is_not_told_how_long_training_takes_a_cpu(
     assert "GPU" not in out
 
 
-def test_a_coordinator_says_how_far_it_trusts_its_sites(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coordinator_says_how_far_it_trusts_its_sites(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a word it clips; what is typed counts."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
-    assert "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
+    assert (
+        "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
+    )
     words = ["aggregate=mean", "aggregate.max_share=0.9", "--clients", "3"]
     assert main(["federate", "server", *parts.WORDS, *words]) == 2
     out = capsys.readouterr().out
@@ -86,9 +98,15 @@ def test_server_without_keys(place: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["client", "--data", "images/a", "--keys", "keys/sites/a"]
     assert "optim.lr=1 is the coordinator's to set" in mistake(capsys, *words, "optim.lr=1")
-    assert "--data nowhere is not a folder" in mistake(capsys, "client", "--data", "nowhere", "--keys", "keys/sites/a")
-    assert "does not hold a site's keys" in mistake(capsys, "client", "--data", "images/a", "--keys", "keys/server")
-    assert "does not hold a site's keys" in mistake(capsys, "client", "--data", "images/a")  # No key at all.
+    assert "--data nowhere is not a folder" in mistake(
+        capsys, "client", "--data", "nowhere", "--keys", "keys/sites/a"
+    )
+    assert "does not hold a site's keys" in mistake(
+        capsys, "client", "--data", "images/a", "--keys", "keys/server"
+    )
+    assert "does not hold a site's keys" in mistake(
+        capsys, "client", "--data", "images/a"
+    )  # No key at all.
     for address in (
         "host",
         "host:",
@@ -102,7 +120,9 @@ def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "a b:80",
     ):
         assert "type HOST:PORT" in mistake(capsys, *words, "--server", address)
-    insecure = mistake(capsys, "client", "--data", "images/a", "--insecure", "--server", "example.org:8000")
+    insecure = mistake(
+        capsys, "client", "--data", "images/a", "--insecure", "--server", "example.org:8000"
+    )
     assert "without TLS only within one machine" in insecure
 
 

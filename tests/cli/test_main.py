@@ -19,13 +19,19 @@ from fedx_pl.config.compose import choices
 ROOT = Path(__file__).parents[1]
 
 
-def fedx_pl(*arguments: str, cwd: Path | None = None, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def fedx_pl(
+    *arguments: str, cwd: Path | None = None, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", "fedx_pl", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
-def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_runs_and_ends_with_a_summary(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("profile paper: made for a GPU") != torch.cuda.is_available()
@@ -34,13 +40,17 @@ def test_train_runs_and_ends_with_a_summary(tiny: list[str], capsys: pytest.Capt
     assert re.search(rf"240 images, 32-true on {THREADS} CPU threads?: about \d", out)
     assert re.search(r"untrained +kNN +\d", out)
     assert re.search(r"round +2/2 +loss +\d.*ETA", out)
-    assert re.search(r"linear: last \d+\.\d\d, best on the test images \d+\.\d\d, untrained \d+\.\d\d", out)
+    assert re.search(
+        r"linear: last \d+\.\d\d, best on the test images \d+\.\d\d, untrained \d+\.\d\d", out
+    )
     assert re.search(r"^run folder: \S+$", out, flags=re.MULTILINE)
     assert re.search(r"^  encoder.safetensors ", out, flags=re.MULTILINE)
     after = out.partition("\nnext:\n")[2].splitlines()
     for command in ("tensorboard --logdir ", "fedx-pl evaluate ", "fedx-pl export "):
         assert any(command in line for line in after)
-    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0  # Finished: the summary again, no training.
+    assert (
+        cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
+    )  # Finished: the summary again, no training.
     assert "linear: last" in (again := capsys.readouterr().out)
     assert "ETA" not in again
 
@@ -50,7 +60,13 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
 ) -> None:
     assert cli.main(["train", *tiny, "method=fedu", "fedx=true", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    for expected in ("about", "steps per round", "trainable parameters", "private per client", "steps in all"):
+    for expected in (
+        "about",
+        "steps per round",
+        "trainable parameters",
+        "private per client",
+        "steps in all",
+    ):
         assert expected in out
     assert not (tmp_path / "runs").exists()
 
@@ -58,7 +74,12 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
 def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", *tiny, "profile=cpu", "data.limit=100", "data.test_limit=50", "--dry-run"]) == 0
+    assert (
+        cli.main(
+            ["train", *tiny, "profile=cpu", "data.limit=100", "data.test_limit=50", "--dry-run"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "profile cpu" in out
     assert "PROFILE=paper" in out
@@ -73,24 +94,44 @@ def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
         (["sweep", "--help"], 0, "--seeds"),
         (["data", "--help"], 0, "without it, all are listed"),
         (["federate", "server", "--help"], 0, "--clients"),
-        (["trian"], 2, "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n"),
+        (
+            ["trian"],
+            2,
+            "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n",
+        ),
         (
             ["federate", "sever"],
             2,
             "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
         ),
         (["completion", "csh"], 2, "there is no shell 'csh'; there are bash, zsh, fish; see"),
-        (["train", "--dryrun"], 2, "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n"),
-        (["embed", "run"], 2, "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n"),
+        (
+            ["train", "--dryrun"],
+            2,
+            "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n",
+        ),
+        (
+            ["embed", "run"],
+            2,
+            "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n",
+        ),
     ],
 )
-def test_help_and_mistakes_in_the_command_need_no_torch(arguments: list[str], code: int, told: str) -> None:
-    heavy = "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
+def test_help_and_mistakes_in_the_command_need_no_torch(
+    arguments: list[str], code: int, told: str
+) -> None:
+    heavy = (
+        "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
+    )
     script = f"""import atexit, runpy, sys
 atexit.register(lambda: print({heavy}))
 runpy.run_module("fedx_pl", run_name="__main__")"""
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == code
     assert told in done.stdout + done.stderr
@@ -102,7 +143,12 @@ def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFi
         cli.main(["train", "--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for expected in ("method=simclr | moco | byol", "federation.rounds=100", "keys of method=fedu", "method.mu=0.4"):
+    for expected in (
+        "method=simclr | moco | byol",
+        "federation.rounds=100",
+        "keys of method=fedu",
+        "method.mu=0.4",
+    ):
         assert expected in out
 
 
@@ -157,7 +203,10 @@ def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     real = os.fsync
 
@@ -197,7 +246,18 @@ def test_data_alone_lists_the_sets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_data_describes_a_set(tiny_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "cifar10", f"data.root={tiny_root}", "data.verify=false", "data.download=false"]) == 0
+    assert (
+        cli.main(
+            [
+                "data",
+                "cifar10",
+                f"data.root={tiny_root}",
+                "data.verify=false",
+                "data.download=false",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "240" in out
     assert "mean" in out
@@ -212,14 +272,26 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
         "    def loss(self, batch, z):\n"
         "        return Loss(mine=nt_xent(z.first, z.second, 0.1))\n"
     )
-    done = fedx_pl("train", *tiny, "method=my_ssl:Mine", "fedx=true", "federation.rounds=1", cwd=tmp_path)
+    done = fedx_pl(
+        "train", *tiny, "method=my_ssl:Mine", "fedx=true", "federation.rounds=1", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     header = next(tmp_path.glob("runs/cifar10-mine-fedx*/metrics.csv")).read_text().splitlines()[0]
     assert "loss_mine,loss_local_relation" in header
 
 
-def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fedx_pl",
+        "train",
+        *tiny,
+        "federation.rounds=500",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -240,7 +312,9 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tiny: list[str], tmp
     assert (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_measures_a_run_again(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *tiny, f"run.dir={tmp_path / 'run'}"]) == 0
     last = json.loads((tmp_path / "run" / "metrics.json").read_text())["rounds"][-1]
     capsys.readouterr()
@@ -249,7 +323,10 @@ def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: 
     assert f"{last['linear_top1']:.2f}" in output
     assert f"{last['knn_top1']:.2f}" in output
     assert cli.main(["evaluate", str(tmp_path / "run"), "linaer"]) == 2
-    assert "RUN linaer is not known; did you mean fedx-pl evaluate RUN linear?" in capsys.readouterr().err
+    assert (
+        "RUN linaer is not known; did you mean fedx-pl evaluate RUN linear?"
+        in capsys.readouterr().err
+    )
     assert cli.main(["evaluate", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
@@ -258,7 +335,9 @@ def test_evaluate_measures_a_run_again(tiny: list[str], tmp_path: Path, capsys: 
     "error",
     [
         MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried\nto"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried\nto"
+        ),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     ],
 )
@@ -284,8 +363,12 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["train"])
 
 
-@pytest.mark.parametrize("line", [["export", "a\0b"], ["train", "--fork", "a\0b"], ["report", "a\x1b[31m"]])
-def test_a_character_that_cannot_be_printed_is_refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line", [["export", "a\0b"], ["train", "--fork", "a\0b"], ["report", "a\x1b[31m"]]
+)
+def test_a_character_that_cannot_be_printed_is_refused(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(line)
     assert end.value.code == 2

@@ -50,7 +50,9 @@ def test_the_profile_is_the_machine_s_unless_one_is_named() -> None:
     assert compose([]).profile == expected
     assert compose(["profile=auto"]).content() == compose([]).content()
     assert compose(["profile=paper"]).profile == "paper"
-    assert Config().profile == "paper"  # The schema's defaults are the paper's, with or without a GPU.
+    assert (
+        Config().profile == "paper"
+    )  # The schema's defaults are the paper's, with or without a GPU.
 
 
 @without_gpu
@@ -125,7 +127,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def sweep_of(tiny: list[str], tmp_path: Path, first: str = "plain: method=simclr") -> list[str]:
     """The command of a sweep of two runs."""
     where = [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
-    what = " ".join(word for word in tiny if word not in where and not word.startswith(("run.", "profile=")))
+    what = " ".join(
+        word for word in tiny if word not in where and not word.startswith(("run.", "profile="))
+    )
     text = f"title: mine\nbase: {what}\naxes:\n  variant: {{{first}, + FedX: fedx=true}}\n"
     return ["sweep", str(definition(tmp_path / "experiments", text)), "profile=paper", *where]
 
@@ -183,7 +187,10 @@ def test_a_short_sweep_of_the_paper_s_profile_is_not_asked_about(
 
 
 def test_data_describes_the_whole_set_whatever_the_profile_takes_of_it(
-    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(configuration.CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "profile" / "cpu.yaml").write_text("data: {limit: 100}")

@@ -29,7 +29,12 @@ def test_the_defaults_are_the_paper_s() -> None:
     federation, optim = config.federation, config.optim
     assert (federation.rounds, federation.epochs, federation.clients) == (100, 10, 10)
     assert (config.partition.kind, config.partition.beta) == ("dirichlet", 0.5)
-    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size) == (0.01, 0.9, 1e-5, 128)
+    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size) == (
+        0.01,
+        0.9,
+        1e-5,
+        128,
+    )
     assert (config.backbone.name, config.backbone.width, config.fedx.tau) == ("resnet18", 64, 0.1)
     assert config.relation_size == 64  # "128" of the authors' code: two loaders of 64
     assert config.evaluation.linear.epochs == 100
@@ -57,7 +62,9 @@ def test_the_configuration_is_frozen() -> None:
 
 
 def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
-    config = compose(["method=protocl", "fedx=true", "method.cluster_sizes=[8,4]", "profile=cpu", "seed=3"])
+    config = compose(
+        ["method=protocl", "fedx=true", "method.cluster_sizes=[8,4]", "profile=cpu", "seed=3"]
+    )
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert load(file).content() == config.content()
@@ -99,16 +106,25 @@ def test_paths_may_hold_any_character() -> None:
         (["profile=mini!"], "did you mean profile=mini? Known: cpu, mini, paper, auto"),
         (["profile=gpu"], "profile=gpu is not known; a GPU takes profile=paper"),
         (["profile=big"], "profile=big is not known; type one of cpu, mini, paper, auto"),
-        (["method=dino"], "method=dino is not known; type one of simclr, moco, byol, protocl, fedu; or give your own"),
+        (
+            ["method=dino"],
+            "method=dino is not known; type one of simclr, moco, byol, protocl, fedu; or give your own",
+        ),
         (["method=byo"], "did you mean method=byol"),
         (["method=no.such.module:Thing"], "cannot import no.such.module"),
         (["method=simsiam:Sim"], "it has SimSiam, FedXSimSiam"),
         (["method=pathlib:Path"], "not a subclass of fedx_pl.SSLMethod"),
-        (["federation.rounds=many"], "federation.rounds=many is not a whole number; type e.g. federation.rounds="),
+        (
+            ["federation.rounds=many"],
+            "federation.rounds=many is not a whole number; type e.g. federation.rounds=",
+        ),
         (["seed=1.5"], "seed=1.5 is not a whole number; type e.g. seed=0"),
         (["optim.lr=fast"], "optim.lr=fast is not a number; type e.g. optim.lr=0.0"),
         (["fedx=maybe"], "fedx.enabled=maybe is neither true nor false; type fedx.enabled=true"),
-        (["federation=3"], "federation is a group of keys and has no value of its own; type e.g. federation.clients="),
+        (
+            ["federation=3"],
+            "federation is a group of keys and has no value of its own; type e.g. federation.clients=",
+        ),
         (["name=[a]"], "name=[a] is not a single text"),
         (["fast"], "type key=value"),
         (["partition.beta=0"], "partition.beta=0"),
@@ -134,8 +150,14 @@ def test_paths_may_hold_any_character() -> None:
         (["evaluation.linear.batch_size=0"], "evaluation.linear.batch_size=0"),
         (["evaluation.linear.lr=-1"], "evaluation.linear.lr=-1"),
         (["federation.clients=3", "federation.min_clients=4"], "federation.min_clients=4"),
-        (["data.mean=[a,b,c]"], "data.mean=[a,b,c] is not a list of numbers in brackets; type e.g. data.mean=[0."),
-        (["data.classes=a"], "data.classes=a is not a list in brackets; type e.g. data.classes=[a,b]"),
+        (
+            ["data.mean=[a,b,c]"],
+            "data.mean=[a,b,c] is not a list of numbers in brackets; type e.g. data.mean=[0.",
+        ),
+        (
+            ["data.classes=a"],
+            "data.classes=a is not a list in brackets; type e.g. data.classes=[a,b]",
+        ),
         (["fedx.enabled=${seed}"], "fedx.enabled=${seed} is neither true nor false"),
         (["seed=${"], "seed=${ is not a whole number"),
         (["data.mean=[${a}]"], "data.mean=[${a}] is not a list of numbers"),
@@ -143,19 +165,37 @@ def test_paths_may_hold_any_character() -> None:
         (["regularizer.name=${"], "regularizer=${ is not known"),
         (["callbacks=[[1],[2]]"], "is not a list in brackets; type e.g. callbacks=[a,b]"),
         (["seed=???"], "seed=??? is not a whole number"),
-        (["data.mean=" + "[" * 3000], "... is not a list of numbers in brackets; type e.g. data.mean="),
+        (
+            ["data.mean=" + "[" * 3000],
+            "... is not a list of numbers in brackets; type e.g. data.mean=",
+        ),
         (["data.mean[0]=1"], "data.mean"),
         ([".".join("abcdefgh" * 9) + "=1"], "there is no key a.b.c.d"),
         (["x" * 100_000 + "=1"], "there is no key xxx"),
-        (["run.resident_gb=inf"], "run.resident_gb=inf is out of range; type a number from 0 to 1000000000, e.g. run."),
+        (
+            ["run.resident_gb=inf"],
+            "run.resident_gb=inf is out of range; type a number from 0 to 1000000000, e.g. run.",
+        ),
         (["augment.pad=99999999999999999999"], "augment.pad=99999999999999999999 is out of range"),
         (["fedx.tau=inf"], "fedx.tau=inf is out of range"),
         (["data.limit=-1"], "data.limit=-1 is out of range; type a number from 0"),
-        (["data.test_fraction=nan"], "data.test_fraction=nan is out of range; type a number from 0 to 1, e.g. data."),
+        (
+            ["data.test_fraction=nan"],
+            "data.test_fraction=nan is out of range; type a number from 0 to 1, e.g. data.",
+        ),
         (["data.std=[inf]"], "data.std=inf is out of range"),
-        (["method=byol", "method.hidden_dim=-2"], "method.hidden_dim=-2 is out of range; type a number from 0"),
-        (["seed=" + "9" * 30], "is out of range; type a number from -9223372036854775807 to 9223372036854775807"),
-        (["run.threads=100000"], "run.threads=100000 is out of range; type a number from 0 to 1024"),
+        (
+            ["method=byol", "method.hidden_dim=-2"],
+            "method.hidden_dim=-2 is out of range; type a number from 0",
+        ),
+        (
+            ["seed=" + "9" * 30],
+            "is out of range; type a number from -9223372036854775807 to 9223372036854775807",
+        ),
+        (
+            ["run.threads=100000"],
+            "run.threads=100000 is out of range; type a number from 0 to 1024",
+        ),
         (["name=../../x"], "name=../../x is not the name of one folder"),
         (["name=.."], "name=.. is not the name of one folder"),
         (["name=a\\\\b"], "is not the name of one folder"),
@@ -167,33 +207,54 @@ def test_paths_may_hold_any_character() -> None:
         (["method=fedx_pl.methods.base:SSLMethod"], "no loss of its own"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(overrides: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_that_names_the_key_and_what_to_type(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         compose(overrides)
     assert "\n" not in str(caught.value)
 
 
 def test_a_dollar_sign_is_a_plain_character() -> None:
-    config = compose(["data.root=a${seed}", "data.cache=${oc.env:HOME}", "data.classes=['${a}']", "name=$x"])
-    assert (config.data.root, config.data.cache, config.data.classes) == ("a${seed}", "${oc.env:HOME}", ["${a}"])
+    config = compose(
+        ["data.root=a${seed}", "data.cache=${oc.env:HOME}", "data.classes=['${a}']", "name=$x"]
+    )
+    assert (config.data.root, config.data.cache, config.data.classes) == (
+        "a${seed}",
+        "${oc.env:HOME}",
+        ["${a}"],
+    )
     assert from_tree(yaml.safe_load(config.to_yaml()), "its own file") == config
 
 
 def test_a_number_without_bound_is_possible_where_it_means_never() -> None:
-    assert compose(["health.max_growth=inf", "aggregate.max_growth=inf"]).health.max_growth == math.inf
+    assert (
+        compose(["health.max_growth=inf", "aggregate.max_growth=inf"]).health.max_growth == math.inf
+    )
 
 
 def test_keys_of_a_part_that_is_not_ours_may_be_below_zero() -> None:
-    assert compose(["method=simsiam:SimSiam", "method.bottleneck=-3"]).method_options["bottleneck"] == -3
+    assert (
+        compose(["method=simsiam:SimSiam", "method.bottleneck=-3"]).method_options["bottleneck"]
+        == -3
+    )
     with pytest.raises(UserError, match=r"method\.bottleneck=.* is out of range"):
         compose(["method=simsiam:SimSiam", f"method.bottleneck={10**20}"])
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("name", "../x"), ("name", "a\nb"), ("seed", 10**30), ("fork", "a\0b"), ("seed", "${oc.env:HOME}")],
+    [
+        ("name", "../x"),
+        ("name", "a\nb"),
+        ("seed", 10**30),
+        ("fork", "a\0b"),
+        ("seed", "${oc.env:HOME}"),
+    ],
 )
-def test_a_run_configuration_is_held_to_the_same_rules(tmp_path: Path, key: str, value: object) -> None:
+def test_a_run_configuration_is_held_to_the_same_rules(
+    tmp_path: Path, key: str, value: object
+) -> None:
     tree = yaml.safe_load(compose([]).to_yaml()) | {key: value}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match=key):
@@ -213,7 +274,9 @@ def test_a_method_s_keyword_arguments_are_its_keys() -> None:
     assert found["bottleneck"] == (int, 64, "hidden units of the predictor.")
     assert found["embed_dim"][1] == 256
     assert "optim" not in found
-    config = compose(["method=simsiam:SimSiam", "method.bottleneck=12", "backbone.width=4", "fedx=true"])
+    config = compose(
+        ["method=simsiam:SimSiam", "method.bottleneck=12", "backbone.width=4", "fedx=true"]
+    )
     model = make_model(config, channels=3, image_size=32)
     assert type(model).__name__ == "FedXSimSiam"
     assert model.predictor.layers[0].out_features == 12
@@ -230,7 +293,9 @@ def test_a_method_s_keyword_arguments_are_its_keys() -> None:
         (["method=protocl", "method.cluster_sizes=[0]"], "method.cluster_sizes=[0]"),
     ],
 )
-def test_impossible_hyper_parameters_are_refused_by_name(overrides: list[str], message: str) -> None:
+def test_impossible_hyper_parameters_are_refused_by_name(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         make_model(compose([*overrides, "backbone.width=4"]), channels=3, image_size=32)
 
@@ -249,7 +314,9 @@ def test_a_class_that_has_the_mixin_already_is_fedx_and_takes_its_keys() -> None
 class Loose(SSLMethod):
     """Written without a star, and with an argument that no command line can give."""
 
-    def __init__(self, backbone: nn.Module, temp: float = 0.5, hook: Callable[[], None] = print, **kw: object) -> None:
+    def __init__(
+        self, backbone: nn.Module, temp: float = 0.5, hook: Callable[[], None] = print, **kw: object
+    ) -> None:
         super().__init__(backbone, **kw)
         self.temp = temp
 
@@ -274,11 +341,15 @@ def test_methods_of_any_signature_work_or_are_explained(monkeypatch: pytest.Monk
         make_model(compose(["method=stubborn", "backbone.width=4"]), channels=3, image_size=32)
 
 
-def test_a_method_that_is_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_is_an_entry_point_is_found_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from importlib.metadata import EntryPoint
 
     point = EntryPoint("sims", "simsiam:SimSiam", "fedx_pl.methods")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == "fedx_pl.methods" else []
+    )
     assert find(METHOD, "sims") is SimSiam
 
 
@@ -298,8 +369,15 @@ def test_cosine_schedule_falls_over_the_rounds() -> None:
 
 
 def test_a_preset_gives_the_probe_its_values_and_own_keys_win() -> None:
-    linear = compose(["evaluation.linear.epochs=7", "evaluation.linear.preset=fedema"]).evaluation.linear
-    assert (linear.epochs, linear.lr, linear.batch_size, linear.weight_decay) == (7, 3e-3, 2048, 0.0)
+    linear = compose(
+        ["evaluation.linear.epochs=7", "evaluation.linear.preset=fedema"]
+    ).evaluation.linear
+    assert (linear.epochs, linear.lr, linear.batch_size, linear.weight_decay) == (
+        7,
+        3e-3,
+        2048,
+        0.0,
+    )
     assert compose(["evaluation.linear.preset=fedx"]).hash == compose([]).hash
     with pytest.raises(UserError, match=r"evaluation.linear.preset=other.*fedx or fedema"):
         compose(["evaluation.linear.preset=other"])

@@ -154,15 +154,25 @@ def test_one_of_every_kind_from_outside_trains_from_the_command_line(
     assert last["loss"] == pytest.approx(last["loss_apart"] + last["loss_shrink"], rel=1e-5)
     import parts_of_mine
 
-    assert {("rule", 3.0), ("regularizer", 0.25), ("engine", 3), ("logger", 1), ("logger", 2)} <= set(
-        parts_of_mine.SEEN
-    )
-    assert list(run.rglob("metrics.csv")) != [run / "metrics.csv"]  # Lightning's CSVLogger writes one, too.
+    assert {
+        ("rule", 3.0),
+        ("regularizer", 0.25),
+        ("engine", 3),
+        ("logger", 1),
+        ("logger", 2),
+    } <= set(parts_of_mine.SEEN)
+    assert list(run.rglob("metrics.csv")) != [
+        run / "metrics.csv"
+    ]  # Lightning's CSVLogger writes one, too.
     assert not (run / "tensorboard").exists()
     split = json.loads((run / "split.json").read_text())["clients"]
     assert split == [[r for r in range(40) if (r + 1) % 3 == client] for client in range(3)]
     told = yaml.safe_load((run / "config.yaml").read_text())
-    assert (told["partition"]["first"], told["aggregate"]["factor"], told["backbone"]["hidden"]) == (1, 3.0, 5)
+    assert (
+        told["partition"]["first"],
+        told["aggregate"]["factor"],
+        told["backbone"]["hidden"],
+    ) == (1, 3.0, 5)
     assert "parts_of_mine" in json.loads((run / "code.json").read_text())["modules"]
 
     # The same command goes on, a changed setting of a part is refused, and so is changed code.
@@ -187,7 +197,12 @@ def test_a_run_on_images_of_one_s_own_is_where_a_sweep_and_a_dry_run_look_for_it
     """What the images are like is known only when they are loaded; the folder's name does not depend on it."""
     monkeypatch.chdir(parts)
     words = [word for word in WORDS if word.startswith(("data", "federation", "run", "backbone"))]
-    words += ["backbone.hidden=3", "federation.rounds=1", "evaluation.linear.epochs=1", "method.hidden_dim=8"]
+    words += [
+        "backbone.hidden=3",
+        "federation.rounds=1",
+        "evaluation.linear.epochs=1",
+        "method.hidden_dim=8",
+    ]
     assert main(["train", *words]) == 0
     (found,) = (parts / "runs").iterdir()
     assert compose(words).run_folder.resolve() == found.resolve()
@@ -196,11 +211,16 @@ def test_a_run_on_images_of_one_s_own_is_where_a_sweep_and_a_dry_run_look_for_it
     assert main(["train", *words]) == 0
     assert "this run is finished" in capsys.readouterr().out
     assert main(["data", "parts_of_mine:squares", "data.count=30"]) == 0
-    assert "parts_of_mine:squares: 12 x 12 pixels, 1 channel\ntrain: 15 images" in capsys.readouterr().out
+    assert (
+        "parts_of_mine:squares: 12 x 12 pixels, 1 channel\ntrain: 15 images"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("word", [word for word in WORDS if ":" in word])
-def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(parts: Path, word: str) -> None:
+def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(
+    parts: Path, word: str
+) -> None:
     """Whatever kind of part it is; what belongs to a command alone is left out."""
     file = parts / "config.yaml"
     file.write_text(compose([*WORDS, "profile=paper"]).to_yaml())
@@ -219,7 +239,9 @@ def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(parts: P
 
 
 @pytest.mark.parametrize("key", ["data", "backbone"])
-def test_the_encoder_of_a_run_that_names_code_imports_none(tiny: list[str], modules: Path, key: str) -> None:
+def test_the_encoder_of_a_run_that_names_code_imports_none(
+    tiny: list[str], modules: Path, key: str
+) -> None:
     """In a process of its own, as a stranger's folder is exported."""
     run = modules / "run"
     assert main(["train", *tiny, f"run.dir={run}"]) == 0
@@ -237,17 +259,23 @@ def test_the_encoder_of_a_run_that_names_code_imports_none(tiny: list[str], modu
 
 
 @pytest.mark.parametrize("kind", registry.KINDS, ids=lambda kind: kind.key)
-def test_every_kind_has_the_same_door(parts: Path, monkeypatch: pytest.MonkeyPatch, kind: registry.Kind) -> None:
+def test_every_kind_has_the_same_door(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, kind: registry.Kind
+) -> None:
     (word,) = [word for word in WORDS if word.startswith(_typed(kind))]
     path = word.partition("=")[2].strip("[]").partition(",")[0]
     found = registry.find(kind, path)
     assert found.__module__ == "parts_of_mine"
     point = EntryPoint("short", path, f"fedx_pl.{kind.group}")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == point.group else []
+    )
     assert registry.find(kind, "short") is found
     for name, thing in kind.built_in.items():
         assert registry.find(kind, name) is thing
-    with pytest.raises(UserError, match=r"is not known.*give your own (class|function) as .*package\.module:"):
+    with pytest.raises(
+        UserError, match=r"is not known.*give your own (class|function) as .*package\.module:"
+    ):
         registry.find(kind, "shrt")
     if kind.base is not None:
         with pytest.raises(UserError, match=r"which is not a subclass of"):
@@ -255,13 +283,17 @@ def test_every_kind_has_the_same_door(parts: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _typed(kind: registry.Kind) -> str:
-    return {"backbone.name": "backbone=", "partition.kind": "partition=", "evaluate": "evaluation.also="}.get(
-        kind.key, f"{kind.key}="
-    )
+    return {
+        "backbone.name": "backbone=",
+        "partition.kind": "partition=",
+        "evaluate": "evaluation.also=",
+    }.get(kind.key, f"{kind.key}=")
 
 
 def test_a_part_that_is_not_there_is_explained(parts: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks=\[counting\] is not known.* callbacks=\[package.module:Class\]"):
+    with pytest.raises(
+        UserError, match=r"callbacks=\[counting\] is not known.* callbacks=\[package.module:Class\]"
+    ):
         registry.find(registry.CALLBACK, "counting")
     with pytest.raises(UserError, match=r"parts_of_mine has no 'Countin'; it has Count"):
         registry.find(registry.CALLBACK, "parts_of_mine:Countin")
@@ -344,7 +376,8 @@ def test_a_part_that_raises_when_it_is_made_is_named_with_its_error(
 
 
 @pytest.mark.parametrize(
-    ("word", "argument"), [("callbacks=[broken:Asking]", "metric"), ("backbone=broken:asking", "depth")]
+    ("word", "argument"),
+    [("callbacks=[broken:Asking]", "metric"), ("backbone=broken:asking", "depth")],
 )
 def test_an_argument_without_a_default_is_named(
     tiny: list[str], modules: Path, word: str, argument: str, capsys: pytest.CaptureFixture[str]
@@ -352,4 +385,7 @@ def test_an_argument_without_a_default_is_named(
     (modules / "broken.py").write_text(BROKEN)
     assert main(["train", *tiny, word]) == 2
     error = capsys.readouterr().err
-    assert f"its argument {argument} has no default; keys come from arguments with plain defaults" in error
+    assert (
+        f"its argument {argument} has no default; keys come from arguments with plain defaults"
+        in error
+    )

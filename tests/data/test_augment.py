@@ -11,11 +11,22 @@ from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.errors import UserError
 
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
-OFF = {"crop": "none", "flip": 0.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+OFF = {
+    "crop": "none",
+    "flip": 0.0,
+    "brightness": 0.0,
+    "contrast": 0.0,
+    "saturation": 0.0,
+    "hue": 0.0,
+}
 
 
-def images(batch: int = 8, height: int = 32, width: int = 32, channels: int = 3, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (batch, height, width, channels), dtype=torch.uint8, generator=rng(seed))
+def images(
+    batch: int = 8, height: int = 32, width: int = 32, channels: int = 3, seed: int = 0
+) -> Tensor:
+    return torch.randint(
+        0, 256, (batch, height, width, channels), dtype=torch.uint8, generator=rng(seed)
+    )
 
 
 def same_images(batch: int, **kwargs: int) -> Tensor:
@@ -30,7 +41,9 @@ def rng(seed: int = 0) -> torch.Generator:
 def pixels(options: dict, batch: Tensor, seed: int = 0) -> Tensor:
     """Augments without normalisation: (B, C, h, w) in 0..1."""
     channels = batch.shape[3]
-    return Augment(AugmentOptions(**{**OFF, **options}), (0.0,) * channels, (1.0,) * channels)(batch, rng(seed))
+    return Augment(AugmentOptions(**{**OFF, **options}), (0.0,) * channels, (1.0,) * channels)(
+        batch, rng(seed)
+    )
 
 
 def as_float(batch: Tensor) -> Tensor:
@@ -56,20 +69,31 @@ def test_colour_operations_equal_torchvision(ours, theirs, factors):
     # the corners of the colour cube and greys, where hue has ties and divisions by zero
     cube = torch.cartesian_prod(*[torch.tensor([0.0, 0.5, 1.0])] * 3).T
     x[:, :, :9, :3] = cube.view(3, 9, 3)
-    expected = torch.stack([theirs(image, factor) for image, factor in zip(x, factors, strict=True)])
-    torch.testing.assert_close(ours(x * 255, torch.tensor(factors)) / 255, expected, rtol=0, atol=1e-5)
+    expected = torch.stack(
+        [theirs(image, factor) for image, factor in zip(x, factors, strict=True)]
+    )
+    torch.testing.assert_close(
+        ours(x * 255, torch.tensor(factors)) / 255, expected, rtol=0, atol=1e-5
+    )
 
 
 def test_contrast_of_grey_images_equals_torchvision():
     x = as_float(images(3, channels=1))
-    expected = torch.stack([TF.adjust_contrast(image, f) for image, f in zip(x, [0.2, 1.0, 1.8], strict=True)])
-    torch.testing.assert_close(augment.contrast_(x * 255, torch.tensor([0.2, 1.0, 1.8])) / 255, expected)
+    expected = torch.stack(
+        [TF.adjust_contrast(image, f) for image, f in zip(x, [0.2, 1.0, 1.8], strict=True)]
+    )
+    torch.testing.assert_close(
+        augment.contrast_(x * 255, torch.tensor([0.2, 1.0, 1.8])) / 255, expected
+    )
 
 
 def test_rotation_equals_torchvision():
     x, degrees = as_float(images(4, 24, 30)), [15.0, -40.0, 90.0, 180.0]
     expected = torch.stack(
-        [TF.rotate(image, d, interpolation=TF.InterpolationMode.BILINEAR) for image, d in zip(x, degrees, strict=True)]
+        [
+            TF.rotate(image, d, interpolation=TF.InterpolationMode.BILINEAR)
+            for image, d in zip(x, degrees, strict=True)
+        ]
     )
     ours = augment.warp(x, (24, 30), None, None, torch.tensor(degrees))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
@@ -78,7 +102,9 @@ def test_rotation_equals_torchvision():
 def test_blur_equals_torchvision_and_sigma_zero_changes_nothing():
     x, sigmas = as_float(images(4, 64, 70)), [0.1, 0.8, 2.0]
     ours = augment.gaussian_blur(x, torch.tensor([*sigmas, 0.0]))
-    expected = torch.stack([TF.gaussian_blur(image, [7, 7], [s, s]) for image, s in zip(x, sigmas, strict=False)])
+    expected = torch.stack(
+        [TF.gaussian_blur(image, [7, 7], [s, s]) for image, s in zip(x, sigmas, strict=False)]
+    )
     torch.testing.assert_close(ours[:3], expected, rtol=0, atol=1e-5)
     assert torch.equal(ours[3], x[3])
 
@@ -100,11 +126,16 @@ def test_shrinking_averages_instead_of_skipping_pixels():
     """A checkerboard of single pixels is grey when halved; picking every second pixel would keep it black or white."""
     board = ((torch.arange(64)[:, None] + torch.arange(64)) % 2 * 255).to(torch.uint8)
     batch = board.expand(2, 64, 64)[..., None]
-    for options in ({"crop": "resized", "scale_min": 1.0, "size": 16}, {"crop": "none", "size": 16}):
+    for options in (
+        {"crop": "resized", "scale_min": 1.0, "size": 16},
+        {"crop": "none", "size": 16},
+    ):
         assert (pixels(options, batch) - 0.5).abs().max() < 0.2
 
 
-@pytest.mark.parametrize(("height", "width", "pad"), [(32, 32, 4), (6, 9, 5), (4, 4, 11), (1, 3, 2)])
+@pytest.mark.parametrize(
+    ("height", "width", "pad"), [(32, 32, 4), (6, 9, 5), (4, 4, 11), (1, 3, 2)]
+)
 def test_pad_crop_equals_a_reflect_padded_crop_by_hand(height, width, pad):
     batch = images(20, height, width)
     u = torch.rand(2, 20, generator=rng())
@@ -131,7 +162,9 @@ def test_pad_crop_reaches_every_offset_equally_often():
 
 def test_resized_crop_statistics():
     """Areas uniform in 0.2..1 (mean .6) but for clamped ones, ratios within 3/4..4/3, boxes inside and everywhere."""
-    u = augment._Uniforms(*torch.rand(len(augment._Uniforms._fields), 20_000, generator=rng()).unbind(0))
+    u = augment._Uniforms(
+        *torch.rand(len(augment._Uniforms._fields), 20_000, generator=rng()).unbind(0)
+    )
     half_w, half_h, x, y = augment.crop_box(40, 40, u, 0.2)
     area, ratio = half_w * half_h, half_w / half_h
     assert 0.199 < area.min() < 0.21
@@ -150,7 +183,9 @@ def test_resized_crop_statistics():
 
 def test_resized_crops_at_the_edge_of_the_image_have_no_dark_rim():
     batch = torch.full((500, 8, 8, 3), 200, dtype=torch.uint8)
-    torch.testing.assert_close(pixels({"crop": "resized"}, batch), torch.full((500, 3, 8, 8), 200 / 255))
+    torch.testing.assert_close(
+        pixels({"crop": "resized"}, batch), torch.full((500, 3, 8, 8), 200 / 255)
+    )
 
 
 def test_rotation_turns_corners_black_and_keeps_the_centre():
@@ -194,7 +229,11 @@ def test_steps_differ_from_the_image_only_by_their_own_effect():
 
 
 def test_consecutive_calls_differ_but_depend_on_the_generator_only():
-    batch, first, second = images(), Augment(AugmentOptions(), MEAN, STD), Augment(AugmentOptions(), MEAN, STD)
+    batch, first, second = (
+        images(),
+        Augment(AugmentOptions(), MEAN, STD),
+        Augment(AugmentOptions(), MEAN, STD),
+    )
     generator = rng()
     a, b = first(batch, generator), first(batch, generator)
     assert not torch.equal(a, b)
@@ -208,7 +247,11 @@ def test_the_order_of_the_jitter_changes_between_batches(monkeypatch):
         monkeypatch.setattr(augment, name, lambda x, _, name=name: calls.append(name) or x)
     for seed in range(40):
         calls: list[str] = []
-        pixels({"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}, images(2, 4, 4), seed)
+        pixels(
+            {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+            images(2, 4, 4),
+            seed,
+        )
         assert sorted(calls) == ["brightness_", "contrast_", "hue_", "saturation_"]
         orders.add(tuple(calls))
     assert len(orders) > 12
@@ -228,7 +271,8 @@ class DeviceGenerator:
 
 def test_a_device_generator_is_followed_on_the_host_by_its_state():
     draws = [
-        torch.randperm(1000, generator=augment._host_generator(DeviceGenerator(*s))) for s in ((1, 2), (1, 2), (1, 3))
+        torch.randperm(1000, generator=augment._host_generator(DeviceGenerator(*s)))
+        for s in ((1, 2), (1, 2), (1, 3))
     ]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
@@ -245,7 +289,13 @@ def test_flip_probabilities():
 
 def test_jitter_probability_is_per_image_for_all_four_at_once():
     batch = images(400, 4, 4)
-    options = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "jitter_prob": 0.75}
+    options = {
+        "brightness": 0.4,
+        "contrast": 0.4,
+        "saturation": 0.4,
+        "hue": 0.1,
+        "jitter_prob": 0.75,
+    }
     changed = (pixels(options, batch) - as_float(batch)).abs().flatten(1).amax(1) > 1e-3
     assert 270 < changed.sum() < 330
     torch.testing.assert_close(pixels({**options, "jitter_prob": 0.0}, batch), as_float(batch))
@@ -256,12 +306,16 @@ def test_grayscale_probability():
     out = pixels({"grayscale": 0.2}, batch)
     grey = (out.amax(1) - out.amin(1)).flatten(1).amax(1) < 1e-5
     assert 50 < grey.sum() < 110
-    torch.testing.assert_close(out[grey], TF.rgb_to_grayscale(as_float(batch), 3)[grey], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        out[grey], TF.rgb_to_grayscale(as_float(batch), 3)[grey], rtol=0, atol=1e-5
+    )
     torch.testing.assert_close(out[~grey], as_float(batch)[~grey])
 
 
 def test_brightness_factors_fill_their_range():
-    values = pixels({"brightness": 0.4}, torch.full((2000, 1, 1, 1), 100, dtype=torch.uint8)).flatten() / (100 / 255)
+    values = pixels(
+        {"brightness": 0.4}, torch.full((2000, 1, 1, 1), 100, dtype=torch.uint8)
+    ).flatten() / (100 / 255)
     assert 0.6 <= values.min() < 0.61
     assert 1.39 < values.max() <= 1.4
     assert abs(values.mean() - 1) < 0.02
@@ -282,7 +336,15 @@ def test_zero_strength_calls_no_operation(monkeypatch):
     def fail(*_):
         raise AssertionError("called")
 
-    for name in ("brightness_", "contrast_", "saturation_", "hue_", "gaussian_blur", "warp", "shift_and_flip"):
+    for name in (
+        "brightness_",
+        "contrast_",
+        "saturation_",
+        "hue_",
+        "gaussian_blur",
+        "warp",
+        "shift_and_flip",
+    ):
         monkeypatch.setattr(augment, name, fail)
     pixels({}, images())
     with pytest.raises(AssertionError, match="called"):
@@ -294,7 +356,9 @@ def test_normalisation():
     batch = torch.full((2, 3, 5, 2), 51, dtype=torch.uint8)
     steps = Augment(AugmentOptions(**OFF), (0.4, 0.1), (0.5, 0.25))
     for out in (steps.plain(batch), steps(batch, rng())):
-        torch.testing.assert_close(out, torch.tensor([-0.4, 0.4]).view(1, 2, 1, 1).expand(2, 2, 3, 5))
+        torch.testing.assert_close(
+            out, torch.tensor([-0.4, 0.4]).view(1, 2, 1, 1).expand(2, 2, 3, 5)
+        )
     batch = images(4, 7, 5)
     expected = TF.normalize(as_float(batch), list(MEAN), list(STD))
     torch.testing.assert_close(Augment(AugmentOptions(), MEAN, STD).plain(batch), expected)

@@ -58,7 +58,9 @@ def test_a_client_s_batches_depend_on_seed_round_and_client_only() -> None:
 
     def first(**changed: int) -> torch.Tensor:
         asked = {"client": 0, "seed": 0, "round_number": 1} | changed
-        return next(data.client(asked.pop("client"), model=model, device=CPU, **asked).epoch(0)).stacked
+        return next(
+            data.client(asked.pop("client"), model=model, device=CPU, **asked).epoch(0)
+        ).stacked
 
     assert torch.equal(first(), first())
     for changed in ({"client": 1}, {"seed": 1}, {"round_number": 2}):
@@ -95,7 +97,10 @@ def test_a_plain_trainer_takes_the_loader_alone_where_the_method_asks_for_no_mor
     model = make_model(SimCLR)
     trainer().fit(model, data.train_dataloader())
     assert len(model.loss_history()) == 3
-    with pytest.raises(UserError, match=r"asks for num_images .* give pl\.Trainer\.fit the FederatedDataModule itself"):
+    with pytest.raises(
+        UserError,
+        match=r"asks for num_images .* give pl\.Trainer\.fit the FederatedDataModule itself",
+    ):
         trainer().fit(make_model(ProtoCL), data.train_dataloader())
 
 
@@ -130,7 +135,9 @@ def test_arrays_of_another_shape_are_refused_with_what_to_do() -> None:
 
 def loaded(source: Any, **settings: Any) -> FederatedDataModule:
     one_per_client = isinstance(source, list)
-    data = FederatedDataModule(source, **({} if one_per_client else {"partition": IID(clients=2)}) | settings)
+    data = FederatedDataModule(
+        source, **({} if one_per_client else {"partition": IID(clients=2)}) | settings
+    )
     data.setup()
     return data
 
@@ -174,7 +181,9 @@ TEN = (IMAGES[:10], LABELS[:10])
         ({"source": []}, r"source is an empty list; give one data set per client"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_arrays_is_said_with_what_to_give(settings: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_with_arrays_is_said_with_what_to_give(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         loaded(**settings)
 
@@ -189,7 +198,11 @@ def test_what_is_wrong_with_arrays_is_said_with_what_to_give(settings: dict[str,
         ((list(IMAGES), LABELS), (48, 16, 16, 3), True),
         (IMAGES, (48, 16, 16, 3), False),
         ((IMAGES, np.full(48, -1)), (48, 16, 16, 3), False),
-        (TensorDataset(torch.from_numpy(IMAGES).movedim(3, 1), torch.from_numpy(LABELS)), (48, 16, 16, 3), True),
+        (
+            TensorDataset(torch.from_numpy(IMAGES).movedim(3, 1), torch.from_numpy(LABELS)),
+            (48, 16, 16, 3),
+            True,
+        ),
         ([[(IMAGES[0], torch.tensor([3]))], [(IMAGES[1], np.int64(2))]], (2, 16, 16, 3), True),
         ([[Image.fromarray(IMAGES[0, :, :, 0])], [IMAGES[1, :, :, 0]]], (2, 16, 16, 1), False),
         ([[torch.zeros(16, 16)]], (1, 16, 16, 1), False),
@@ -197,7 +210,9 @@ def test_what_is_wrong_with_arrays_is_said_with_what_to_give(settings: dict[str,
         ([[(torch.zeros(3, 16, 16),)]], (1, 16, 16, 3), False),
     ],
 )
-def test_images_in_other_clothes_simply_work(source: Any, shape: tuple[int, ...], labeled: bool) -> None:
+def test_images_in_other_clothes_simply_work(
+    source: Any, shape: tuple[int, ...], labeled: bool
+) -> None:
     data = loaded(source)
     assert data.images.train.images.shape == shape
     assert (data.images.train.labels is not None) == labeled
@@ -250,13 +265,17 @@ SQUARE = torch.zeros(3, 8, 8)
         ([TEN, TEN], r"client 0 is a tuple of 2, not a data set; give e\.g\. torch\.utils\.data\.TensorDataset"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_client_s_data_set_is_said_with_the_item(clients: list[Any], message: str) -> None:
+def test_what_is_wrong_with_a_client_s_data_set_is_said_with_the_item(
+    clients: list[Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         loaded(clients)
 
 
 def test_a_partition_beside_data_sets_of_clients_is_refused() -> None:
-    with pytest.raises(UserError, match=r"partition=IID beside a list of data sets.*ConcatDataset\(source\)"):
+    with pytest.raises(
+        UserError, match=r"partition=IID beside a list of data sets.*ConcatDataset\(source\)"
+    ):
         FederatedDataModule([Pictures(0.0, 3)], partition=IID(clients=2))
 
 
@@ -271,7 +290,10 @@ class Mine(Partition):
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        (Given(rows=((0, 1), (1, 2))), r"partition=Given gives image 1 to client 0 and to client 1"),
+        (
+            Given(rows=((0, 1), (1, 2))),
+            r"partition=Given gives image 1 to client 0 and to client 1",
+        ),
         (Given(rows=((0, 48),)), r"partition=Given gives image 48 to client 0; .*from 0 to 47"),
         (Mine(rows=([3, -1],)), r"partition=Mine gives image -1 to client 0"),
         (Mine(rows=([3, 3],)), r"partition=Mine gives image 3 twice to client 0"),
@@ -279,7 +301,10 @@ class Mine(Partition):
         (Mine(rows=([0.5],)), r"partition=Mine gives float64 \(1,\) to client 0"),
         (Mine(rows=None), r"partition=Mine gives a NoneType; deal\(data, seed\) returns one array"),
         (Mine(rows=()), r"partition=Mine gives images to no client"),
-        (IID(clients=49), r"^clients=49 is more than there are images \(48\): write clients=48 or fewer"),
+        (
+            IID(clients=49),
+            r"^clients=49 is more than there are images \(48\): write clients=48 or fewer",
+        ),
         (IID(clients=0), r"^clients=0 must be at least 1: write clients=10"),
     ],
 )
@@ -289,14 +314,18 @@ def test_a_split_that_is_none_is_refused_by_name(partition: Partition, message: 
 
 
 def test_rows_of_a_partition_of_one_s_own_may_be_in_any_order() -> None:
-    data = FederatedDataModule((IMAGES, LABELS), partition=Mine(rows=([5, 1], np.array([0], np.int32))))
+    data = FederatedDataModule(
+        (IMAGES, LABELS), partition=Mine(rows=([5, 1], np.array([0], np.int32)))
+    )
     data.setup()
     assert [rows.tolist() for rows in data.clients] == [[1, 5], [0]]
     assert {rows.dtype for rows in data.clients} == {np.dtype(np.int64)}
 
 
 def test_messages_speak_of_arguments_to_whoever_wrote_arguments() -> None:
-    with pytest.raises(UserError, match=r"partition=Dirichlet\(\) needs labels .* write partition=IID\(\)"):
+    with pytest.raises(
+        UserError, match=r"partition=Dirichlet\(\) needs labels .* write partition=IID\(\)"
+    ):
         FederatedDataModule((IMAGES, None)).setup()
     with pytest.raises(UserError, match=r"^mean=\[0\.5\] is not possible; write 3 numbers"):
         FederatedDataModule((IMAGES, LABELS), mean=[0.5]).setup()

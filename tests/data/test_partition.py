@@ -15,13 +15,17 @@ from fedx_pl.errors import UserError
 
 quick = settings(max_examples=60)
 SEEDS = st.integers(0, 2**32)
-LABELS = hnp.arrays(np.int64, st.integers(1, 120), elements=st.sampled_from([-1, 0, 3, 4, 7, 10**12]))
+LABELS = hnp.arrays(
+    np.int64, st.integers(1, 120), elements=st.sampled_from([-1, 0, 3, 4, 7, 10**12])
+)
 BETAS = st.sampled_from([1e-300, 1e-6, 0.05, 0.5, 100.0, 1e12, 1e308])
 
 
 def assert_partition(split: list[np.ndarray], num_images: int, clients: int) -> None:
     assert len(split) == clients
-    assert all(len(part) > 0 and part.dtype == np.int64 and (np.diff(part) > 0).all() for part in split)
+    assert all(
+        len(part) > 0 and part.dtype == np.int64 and (np.diff(part) > 0).all() for part in split
+    )
     assert np.array_equal(np.sort(np.concatenate(split)), np.arange(num_images))
 
 
@@ -33,7 +37,13 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
 def deal(options, labels, groups, *, clients, seed=0, fingerprint="", num_images=100):
     images = Split(np.zeros((num_images, 1, 1, 1), np.uint8), labels, groups)
     data = ImageData(
-        name="test", train=images, test=None, classes=(), group_names=(), source="here", fingerprint=fingerprint
+        name="test",
+        train=images,
+        test=None,
+        classes=(),
+        group_names=(),
+        source="here",
+        fingerprint=fingerprint,
     )
     return options.made(clients).deal(data, seed)
 
@@ -57,7 +67,9 @@ def test_iid_deals_everything_in_equal_parts(num_images, data, seed):
 @pytest.mark.filterwarnings("ignore:in each of")
 @quick
 @given(labels=LABELS, data=st.data(), beta=BETAS, min_size=st.integers(0, 30), seed=SEEDS)
-def test_dirichlet_always_ends_with_a_partition_and_the_minimum_size(labels, data, beta, min_size, seed):
+def test_dirichlet_always_ends_with_a_partition_and_the_minimum_size(
+    labels, data, beta, min_size, seed
+):
     clients = data.draw(st.integers(1, len(labels)))
     split = dealing.dirichlet(labels, clients, beta, seed, min_size)
     assert_partition(split, len(labels), clients)
@@ -67,8 +79,16 @@ def test_dirichlet_always_ends_with_a_partition_and_the_minimum_size(labels, dat
 
 @pytest.mark.filterwarnings("ignore:in each of")
 @quick
-@given(num_images=st.integers(1, 200), data=st.data(), beta=BETAS, min_size=st.integers(0, 30), seed=SEEDS)
-def test_quantity_skew_always_ends_with_a_partition_and_the_minimum_size(num_images, data, beta, min_size, seed):
+@given(
+    num_images=st.integers(1, 200),
+    data=st.data(),
+    beta=BETAS,
+    min_size=st.integers(0, 30),
+    seed=SEEDS,
+)
+def test_quantity_skew_always_ends_with_a_partition_and_the_minimum_size(
+    num_images, data, beta, min_size, seed
+):
     clients = data.draw(st.integers(1, num_images))
     split = dealing.quantity_skew(num_images, clients, beta, seed, min_size)
     assert_partition(split, num_images, clients)
@@ -82,12 +102,15 @@ def test_classes_per_client_keeps_to_k_classes_and_shares_each_evenly(classes, c
     k = data.draw(st.integers(-(-classes // clients), classes))
     # 15 images of a class or more: enough for every possible owner
     labels = np.repeat(
-        np.arange(classes) * 7 - 1, data.draw(st.lists(st.integers(15, 40), min_size=classes, max_size=classes))
+        np.arange(classes) * 7 - 1,
+        data.draw(st.lists(st.integers(15, 40), min_size=classes, max_size=classes)),
     )
     split = dealing.classes_per_client(labels, clients, k, seed)
     assert_partition(split, len(labels), clients)
     assert all(len(np.unique(labels[part])) == k for part in split)
-    counts = np.array([[(labels[part] == value).sum() for part in split] for value in np.unique(labels)])
+    counts = np.array(
+        [[(labels[part] == value).sum() for part in split] for value in np.unique(labels)]
+    )
     for row in counts:
         assert row[row > 0].max() - row[row > 0].min() <= 1
     owners = (counts > 0).sum(axis=1)
@@ -137,18 +160,25 @@ def test_cut_gives_the_numbers_of_a_hand_computed_case():
     Without it the shares sum to .6; cumulated and divided: 1/6, 3.5/6, 3.5/6, 1. Times 10, plus the start .5, rounded
     down: floor(2.17) = 2, floor(6.33) = 6, 6, floor(10.5) = 10. Differences: 2, 4, 0, 4.
     """
-    counts = dealing._cut(10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng())
+    counts = dealing._cut(
+        10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng()
+    )
     assert counts.tolist() == [2, 4, 0, 4]
 
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])
 def test_cut_gives_all_to_one_open_client_when_no_share_is_left(shares):
-    assert dealing._cut(7, np.array(shares), np.array([False, True, False]), FixedRng()).tolist() == [0, 7, 0]
+    assert dealing._cut(
+        7, np.array(shares), np.array([False, True, False]), FixedRng()
+    ).tolist() == [0, 7, 0]
 
 
 def test_cut_deals_no_image_that_is_not_there():
     """The largest float below 1, added to 50,000, rounds to 50,001."""
-    assert dealing._cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum() == 50_000
+    assert (
+        dealing._cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum()
+        == 50_000
+    )
 
 
 def test_dirichlet_fills_no_client_by_more_than_one_class_beyond_the_average():
@@ -182,7 +212,10 @@ def test_dirichlet_images_within_a_class_are_random():
 
 
 def test_quantity_skew_sizes_follow_beta():
-    sizes = {beta: np.array([len(p) for p in dealing.quantity_skew(10_000, 10, beta, 0, 1)]) for beta in (0.3, 1e6)}
+    sizes = {
+        beta: np.array([len(p) for p in dealing.quantity_skew(10_000, 10, beta, 0, 1)])
+        for beta in (0.3, 1e6)
+    }
     assert abs(sizes[1e6] - 1000).max() < 10
     assert sizes[0.3].max() > 2500
 
@@ -261,7 +294,10 @@ TEN = np.arange(100) % 10
     [
         (lambda: dealing.iid(10, 0, 0), ["federation.clients=0", "federation.clients=10"]),
         (lambda: dealing.dirichlet(TEN, -3, 0.5, 0), ["federation.clients=-3"]),
-        (lambda: dealing.iid(10, 11, 0), ["federation.clients=11", "(10)", "federation.clients=10"]),
+        (
+            lambda: dealing.iid(10, 11, 0),
+            ["federation.clients=11", "(10)", "federation.clients=10"],
+        ),
         (lambda: dealing.dirichlet(TEN, 101, 0.5, 0), ["federation.clients=101"]),
         (lambda: dealing.quantity_skew(5, 6, 0.5, 0), ["federation.clients=6"]),
         (lambda: dealing.classes_per_client(TEN, 101, 2, 0), ["federation.clients=101"]),
@@ -269,10 +305,22 @@ TEN = np.arange(100) % 10
         (lambda: dealing.dirichlet(TEN, 5, float("nan"), 0), ["partition.beta=nan"]),
         (lambda: dealing.quantity_skew(100, 5, -1.0, 0), ["partition.beta=-1.0"]),
         (lambda: dealing.quantity_skew(100, 5, float("inf"), 0), ["partition.beta=inf"]),
-        (lambda: dealing.classes_per_client(TEN, 20, 0, 0), ["partition.classes=0", "type partition.classes=1"]),
-        (lambda: dealing.classes_per_client(TEN, 5, 11, 0), ["partition.classes=11", "type partition.classes=10"]),
-        (lambda: dealing.classes_per_client(TEN, 4, 2, 0), ["partition.classes=3", "federation.clients=5"]),
-        (lambda: dealing.classes_per_client(np.array([0, 0, 0, 0, 1]), 5, 1, 0), ["partition.classes=1", "1 of 5"]),
+        (
+            lambda: dealing.classes_per_client(TEN, 20, 0, 0),
+            ["partition.classes=0", "type partition.classes=1"],
+        ),
+        (
+            lambda: dealing.classes_per_client(TEN, 5, 11, 0),
+            ["partition.classes=11", "type partition.classes=10"],
+        ),
+        (
+            lambda: dealing.classes_per_client(TEN, 4, 2, 0),
+            ["partition.classes=3", "federation.clients=5"],
+        ),
+        (
+            lambda: dealing.classes_per_client(np.array([0, 0, 0, 0, 1]), 5, 1, 0),
+            ["partition.classes=1", "1 of 5"],
+        ),
         (lambda: dealing.iid(10, 2, -1), ["seed=-1", "seed=0"]),
     ],
 )
@@ -303,9 +351,24 @@ def test_make_passes_every_option_on(kind, direct):
     ("options", "labels", "groups", "words"),
     [
         (PartitionOptions(), None, None, ["partition.kind=dirichlet", "type partition.kind=iid"]),
-        (PartitionOptions(kind="classes"), None, None, ["partition.kind=classes", "type partition.kind=iid"]),
-        (PartitionOptions(kind="folders"), TEN, None, ["partition.kind=folders", "partition.kind=iid"]),
-        (PartitionOptions(kind="folders"), TEN, TEN, ["federation.clients=5", "type federation.clients=10"]),
+        (
+            PartitionOptions(kind="classes"),
+            None,
+            None,
+            ["partition.kind=classes", "type partition.kind=iid"],
+        ),
+        (
+            PartitionOptions(kind="folders"),
+            TEN,
+            None,
+            ["partition.kind=folders", "partition.kind=iid"],
+        ),
+        (
+            PartitionOptions(kind="folders"),
+            TEN,
+            TEN,
+            ["federation.clients=5", "type federation.clients=10"],
+        ),
     ],
 )
 def test_make_explains_what_does_not_fit(options, labels, groups, words):
@@ -315,7 +378,9 @@ def test_make_explains_what_does_not_fit(options, labels, groups, words):
 
 
 def test_an_unknown_kind_and_a_bad_beta_are_refused_at_once():
-    with pytest.raises(UserError, match=r"partition\.kind=dirichlt .* did you mean partition\.kind=dirichlet"):
+    with pytest.raises(
+        UserError, match=r"partition\.kind=dirichlt .* did you mean partition\.kind=dirichlet"
+    ):
         PartitionOptions(kind="dirichlt").made(clients=3)
     with pytest.raises(UserError, match=r"partition\.beta=0"):
         PartitionOptions(beta=0)
@@ -362,7 +427,14 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_nothing_behind(tmp_path, mo
 
 def split_text(clients: object, **changes: object) -> str:
     return json.dumps(
-        {"format": 1, "fingerprint": "abc", "num_images": 10, "options": {}, "clients": clients, **changes}
+        {
+            "format": 1,
+            "fingerprint": "abc",
+            "num_images": 10,
+            "options": {},
+            "clients": clients,
+            **changes,
+        }
     )
 
 

@@ -42,8 +42,13 @@ class Block:
         lines = [line.strip() for line in text.splitlines()]
         if any(line.startswith("$ ") for line in lines):  # What does not begin with it is output.
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        found = [(shlex.split(line, comments=True), needed_extra(line.partition(" #")[2])) for line in lines]
-        return [(words[1:] if words[0] == "exec" else words, extra) for words, extra in found if words]
+        found = [
+            (shlex.split(line, comments=True), needed_extra(line.partition(" #")[2]))
+            for line in lines
+        ]
+        return [
+            (words[1:] if words[0] == "exec" else words, extra) for words, extra in found if words
+        ]
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -60,9 +65,15 @@ def blocks_of(page: Path) -> list[Block]:
             end = lines.index("```", at + 1)
             title = re.search(r'title="([^"]*)"', fence[2])
             code = "\n".join(lines[at + 1 : end])
-            found.append(Block(page, at + 2, fence[1] or "text", title[1] if title else "", code, reason))
+            found.append(
+                Block(page, at + 2, fence[1] or "text", title[1] if title else "", code, reason)
+            )
             at, before = end, ""
-        elif line.startswith("    ") and not _LIST_ITEM.match(before) and (not at or not lines[at - 1].strip()):
+        elif (
+            line.startswith("    ")
+            and not _LIST_ITEM.match(before)
+            and (not at or not lines[at - 1].strip())
+        ):
             end = at
             while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
                 end += 1

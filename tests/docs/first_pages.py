@@ -15,13 +15,21 @@ from test_doc_blocks import at_work, shrink, tiny_words, workshop  # noqa: F401
 from fedx_pl.cli import main as cli
 from fedx_pl.errors import install_hint
 
-FIRST = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "tutorials" / "first-federation.md"]
+FIRST = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    ROOT / "docs" / "tutorials" / "first-federation.md",
+]
 INLINE = re.compile(r"`(fedx-pl [^`]+)`")
 
 
 @pytest.mark.parametrize("page", FIRST, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("at_work")
-def test_every_line_runs(page: Path, tiny_words: list[str], capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_every_line_runs(
+    page: Path,
+    tiny_words: list[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     names: dict[str, object] = {"__name__": "__docs__"}
     commands: list[tuple[list[str], str]] = []
     for block in blocks_of(page):
@@ -30,9 +38,13 @@ def test_every_line_runs(page: Path, tiny_words: list[str], capsys: pytest.Captu
         elif block.language in SHELL and not block.exempt:
             commands += block.commands_with_extras
     for line in prose_of(page).splitlines():
-        commands += [(found[1].split(), needed_extra(line[found.end() :])) for found in INLINE.finditer(line)]
+        commands += [
+            (found[1].split(), needed_extra(line[found.end() :])) for found in INLINE.finditer(line)
+        ]
     for words, extra in commands:
-        if words[0] != "fedx-pl" or words[1] == "report":  # What has no results has nothing to report.
+        if (
+            words[0] != "fedx-pl" or words[1] == "report"
+        ):  # What has no results has nothing to report.
             continue
         capsys.readouterr()
         code = main(small(words[1:], tiny_words))
@@ -70,8 +82,17 @@ def small(arguments: list[str], tiny_words: list[str]) -> list[str]:  # noqa: F8
     if words[0] == "train" and "--help" not in words:
         folder = []
         if "data=folder" in words:
-            folder = ["data.image_size=32", *(word for word in words if word.startswith("data.root="))]
-        return [*words, *shrink(words, tiny_words), "federation.rounds=1", "optim.batch_size=8", *folder]
+            folder = [
+                "data.image_size=32",
+                *(word for word in words if word.startswith("data.root=")),
+            ]
+        return [
+            *words,
+            *shrink(words, tiny_words),
+            "federation.rounds=1",
+            "optim.batch_size=8",
+            *folder,
+        ]
     if words[0] == "data":
         return [*words, *(word for word in tiny_words if word.startswith("data."))]
     if words[0] == "evaluate":

@@ -53,7 +53,14 @@ def tiny_words(tiny_root: Path) -> list[str]:
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) -> Path:
     """A folder with what pages speak of: ``runs/NAME``, ``images/``, ``query.jpg``, experiments, a method."""
     folder = tmp_path_factory.mktemp("workshop")
-    words = ["train", "method=byol", "fedx=true", *tiny_words, "federation.rounds=1", "federation.epochs=1"]
+    words = [
+        "train",
+        "method=byol",
+        "fedx=true",
+        *tiny_words,
+        "federation.rounds=1",
+        "federation.epochs=1",
+    ]
     assert cli.main([*words, f"run.dir={folder / 'runs' / 'NAME'}"]) == 0
     (folder / "runs" / "...").mkdir()
     paper = backbones.build(Config().backbone, channels=3, image_size=32)
@@ -63,7 +70,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) ->
     for name in ("query.jpg", "images/a.jpg", *names):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         Image.fromarray(rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name)
-    shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("results"))
+    shutil.copytree(
+        ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("results")
+    )
     (folder / "my_module.py").write_text(
         "from fedx_pl import FedXMixin\nfrom fedx_pl.methods import SimCLR\n"
         "class MySSL(SimCLR): pass\nclass MyFedX(FedXMixin, MySSL): pass\n"
@@ -72,7 +81,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) ->
 
 
 @pytest.fixture
-def at_work(workshop: Path, tiny_root: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_work(
+    workshop: Path, tiny_root: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """In the workshop, with every federation shrunk; modules that pages wrote are forgotten afterwards."""
     load = sources.load
 
@@ -155,7 +166,9 @@ def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str
         assert ended.value.code == 0, where
         return
     options = parse(arguments, where)
-    overrides = [word for word in options.overrides if "=" in word and not word.startswith("allow_code=")]
+    overrides = [
+        word for word in options.overrides if "=" in word and not word.startswith("allow_code=")
+    ]
     if command in ("export", "embed", "neighbours") and options.run.exists():
         assert cli.main(arguments) == 0, where
     elif command == "sweep":
@@ -189,12 +202,23 @@ def parse(arguments: list[str], where: str) -> argparse.Namespace:
 def check_make(arguments: list[str], where: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("needs make: apt-get install make")
-    optional = re.sub(r"\[[^\]]*\]|'[^']*\]", "", " ".join(arguments)).split()  # [-fedx], [PROFILE=...]
+    optional = re.sub(
+        r"\[[^\]]*\]|'[^']*\]", "", " ".join(arguments)
+    ).split()  # [-fedx], [PROFILE=...]
     targets = [target for word in optional if "=" not in word for target in expand(word)]
     if any(target.isupper() or "DATA" in target or target == "NAME" for target in targets):
         return  # make DATA-METHOD: a pattern
     values = [word for word in optional if "=" in word]
-    command = ["make", "-n", "-o", ".venv/installed", "-o", ".venv/installed-dev", *targets, *values]
+    command = [
+        "make",
+        "-n",
+        "-o",
+        ".venv/installed",
+        "-o",
+        ".venv/installed-dev",
+        *targets,
+        *values,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{where}: {done.stderr}"
 
@@ -202,7 +226,9 @@ def check_make(arguments: list[str], where: str) -> None:
 def expand(word: str) -> list[str]:
     """``{a,b}-{c,d}`` -> a-c, a-d, b-c, b-d."""
     parts = [part.split(",") for part in re.findall(r"\{([^}]*)\}", word)]
-    return [re.sub(r"\{[^}]*\}", "{}", word).format(*choice) for choice in itertools.product(*parts)]
+    return [
+        re.sub(r"\{[^}]*\}", "{}", word).format(*choice) for choice in itertools.product(*parts)
+    ]
 
 
 def check_pip(arguments: list[str], where: str) -> None:
@@ -215,7 +241,9 @@ def check_pip(arguments: list[str], where: str) -> None:
 
 def test_keys_that_the_text_names_exist() -> None:
     known = {key for key, _, _ in all_keys()}
-    known |= {f"method.{key}" for method in methods.BUILT_IN.values() for key in hyper_parameters(method)}
+    known |= {
+        f"method.{key}" for method in methods.BUILT_IN.values() for key in hyper_parameters(method)
+    }
     groups = {key.partition(".")[0] for key in known if "." in key}
     shown = re.compile(rf"`((?:{'|'.join(groups)})\.[a-z_.]+)(?:=[^`]*)?`")
     for page in PAGES:
@@ -225,13 +253,17 @@ def test_keys_that_the_text_names_exist() -> None:
                 continue
             group = any(name.startswith(f"{key.rstrip('.')}.") for name in known)
             own = f"{key.removeprefix('method.')}: " in code  # of a method that the page writes
-            assert key in known or group or own, f"{page.relative_to(ROOT)} speaks of {key}, which is no key"
+            assert key in known or group or own, (
+                f"{page.relative_to(ROOT)} speaks of {key}, which is no key"
+            )
 
 
 def test_few_blocks_are_exempt_and_each_says_why() -> None:
     exempt = [block for page in PAGES for block in blocks_of(page) if block.exempt]
     assert len(exempt) <= 3, [str(block) for block in exempt]
-    marks = sum(page.read_text().count("<!-- not run") for page in PAGES if page.name != "contributing.md")
+    marks = sum(
+        page.read_text().count("<!-- not run") for page in PAGES if page.name != "contributing.md"
+    )
     assert marks == len(exempt), "a mark that is not right above a block, or that gives no reason"
 
 
@@ -273,9 +305,13 @@ def test_stale_commands_are_noticed(words: str) -> None:
 
 def test_the_collector_sees_the_pages() -> None:
     """A change of style that hides all blocks from these tests would otherwise pass them."""
-    run = [block for page in PAGES for block in blocks_of(page) if block.language in ("python", *SHELL)]
+    run = [
+        block for page in PAGES for block in blocks_of(page) if block.language in ("python", *SHELL)
+    ]
     assert len(run) > 30
-    assert {"README.md", "first-federation.md", "data.md", "scale.md"} <= {block.page.name for block in run}
+    assert {"README.md", "first-federation.md", "data.md", "scale.md"} <= {
+        block.page.name for block in run
+    }
 
 
 def test_the_page_has_the_callbacks_in_their_order() -> None:
@@ -287,7 +323,9 @@ def test_the_page_has_the_callbacks_in_their_order() -> None:
     )
     order = [type(callback).__module__.rpartition(".")[2] for callback in trainer.callbacks]
     page = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\|.*", page.partition("## The order of callbacks")[2].partition("## ")[0], re.MULTILINE)[2:]
+    rows = re.findall(
+        r"^\|.*", page.partition("## The order of callbacks")[2].partition("## ")[0], re.MULTILINE
+    )[2:]
     measuring, own, showing = (re.findall(r"`(\w+)\.py`", row) for row in rows)
     assert not own
     assert [*measuring, "base", *showing] == order

@@ -15,7 +15,9 @@ def cells(line: str) -> list[str]:
 def main_table(profile: str) -> tuple[dict[tuple[str, str], list[str]], dict[str, list[str]]]:
     """Of a report: the rows of the main table by (method, variant), and FedX's difference and verdict by method."""
     report = (ROOT / "experiments" / "results" / profile / "report.md").read_text()
-    accuracies, _, rest = report.partition("## The methods with and without FedX")[2].partition("### Differences")
+    accuracies, _, rest = report.partition("## The methods with and without FedX")[2].partition(
+        "### Differences"
+    )
     table = [cells(line) for line in accuracies.splitlines() if line.startswith("| Fed")]
     differences = {
         row[1]: row[3:5]
@@ -52,7 +54,9 @@ def test_the_table_of_five_methods_is_the_mini_report_s() -> None:
         assert [plain, fedx] == [levels[method, "B=64"], levels[method, "+ FedX"]]
         assert difference == re.sub(r" \(\d+\)$", "", differences[method][0])
         assert verdict == differences[method][1]
-    for method, plain, fedx, difference in (row for row in rows if len(row) == 4):  # Fashion-MNIST, one seed
+    for method, plain, fedx, difference in (
+        row for row in rows if len(row) == 4
+    ):  # Fashion-MNIST, one seed
         row = {variant: fields[5] for (name, variant), fields in columns.items() if name == method}
         assert [f"{plain} (1)", f"{fedx} (1)"] == [row["B=64"], row["+ FedX"]]
         assert float(difference) == pytest.approx(float(fedx) - float(plain))

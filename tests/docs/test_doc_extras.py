@@ -48,7 +48,9 @@ def closure(requirements: list[str]) -> set[str]:
         found.add(name)
         for text in needed:
             other = Requirement(text)
-            if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            if other.marker is None or any(
+                other.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+            ):
                 left.append(other)
     return found
 
@@ -58,8 +60,19 @@ def modules_of_extras() -> set[str]:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    kept = closure([*setup["options"]["install_requires"].split("\n")[1:], "pytest", "hypothesis", "setuptools", "pip"])
-    refused = closure([line for extra in extras for line in extras[extra].split("\n") if line.strip()]) - kept
+    kept = closure(
+        [
+            *setup["options"]["install_requires"].split("\n")[1:],
+            "pytest",
+            "hypothesis",
+            "setuptools",
+            "pip",
+        ]
+    )
+    refused = (
+        closure([line for extra in extras for line in extras[extra].split("\n") if line.strip()])
+        - kept
+    )
     owners = packages_distributions().items()
     return {module for module, names in owners if {normal(name) for name in names} <= refused}
 
@@ -76,7 +89,14 @@ def test_the_first_pages_run_without_extras(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused=json.dumps(sorted(refused))))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'base'}",
+    ]
     done = subprocess.run(
         [*command, str(ROOT / "tests" / "docs" / "first_pages.py")],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False,

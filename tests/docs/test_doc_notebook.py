@@ -6,14 +6,20 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT
 
-nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's libraries: pip install -e '.[docs]'")
-nbclient = pytest.importorskip("nbclient", reason="needs Jupyter's libraries: pip install -e '.[docs]'")
+nbformat = pytest.importorskip(
+    "nbformat", reason="needs Jupyter's libraries: pip install -e '.[docs]'"
+)
+nbclient = pytest.importorskip(
+    "nbclient", reason="needs Jupyter's libraries: pip install -e '.[docs]'"
+)
 NOTEBOOK = ROOT / "examples" / "first_federation.ipynb"
 
 
 def test_the_notebook_is_small_and_was_run_in_order() -> None:
     assert NOTEBOOK.stat().st_size < 300_000
-    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"
+    ]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]

@@ -24,12 +24,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docs")]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as `make docs` does it; every stale link, anchor or page is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     # A proxy that nobody answers at: what asks the network fails.
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -71,7 +88,17 @@ def test_every_key_and_every_command_has_its_line(site: Path) -> None:
     for key in keys:
         assert f"<code>{key}=" in page, f"{key} is not on the page"
     page = (site / "reference" / "cli.html").read_text()
-    for command in ("train", "data", "evaluate", "sweep", "report", "export", "embed", "neighbours", "federate server"):
+    for command in (
+        "train",
+        "data",
+        "evaluate",
+        "sweep",
+        "report",
+        "export",
+        "embed",
+        "neighbours",
+        "federate server",
+    ):
         assert f"<code>fedx-pl {command}</code>" in page, f"fedx-pl {command} is not on the page"
 
 
@@ -87,8 +114,17 @@ def test_equations_are_drawn_and_stand_beside_their_code(site: Path) -> None:
     assert [int(number) for number in numbers] == list(range(1, 15))
     assert "$$" not in page
     assert 'class="arithmatex"' not in page
-    for name in ("relational", "nt_xent", "global_contrast", "_see", "training_step", "interclass_angles"):
-        assert re.search(rf'<span class="n[fc]( fm)?">{name}</span>', page), f"the code of {name} is not on the page"
+    for name in (
+        "relational",
+        "nt_xent",
+        "global_contrast",
+        "_see",
+        "training_step",
+        "interclass_angles",
+    ):
+        assert re.search(rf'<span class="n[fc]( fm)?">{name}</span>', page), (
+            f"the code of {name} is not on the page"
+        )
 
 
 def test_files_beside_the_code_are_pages_too(site: Path) -> None:

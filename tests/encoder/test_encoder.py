@@ -50,7 +50,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     for name, colour in (("red", (220, 30, 30)), ("blue", (20, 40, 210))):
         for i in range(3):
-            noisy = np.clip(np.array(colour) + rng.normal(0, 12, (48, 64, 3)), 0, 255).astype(np.uint8)
+            noisy = np.clip(np.array(colour) + rng.normal(0, 12, (48, 64, 3)), 0, 255).astype(
+                np.uint8
+            )
             (folder / name).mkdir(exist_ok=True)
             Image.fromarray(noisy).save(folder / name / f"{i}.png")
     (folder / "notes.txt").write_text("not an image")
@@ -65,8 +67,13 @@ def test_the_encoder_normalises_and_has_the_weights_of_the_run(run: Path) -> Non
     """CIFAR-10's mean and std are those of the configuration; the weights are RUN/encoder.safetensors'."""
     encoder = Encoder.of(run)
     weights = load_file(run / "encoder.safetensors")
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in encoder.backbone.state_dict().items())
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+    assert all(
+        torch.equal(tensor, weights[name]) for name, tensor in encoder.backbone.state_dict().items()
+    )
+    mean, std = (
+        torch.tensor(v).view(1, 3, 1, 1)
+        for v in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    )
     torch.testing.assert_close(encoder.mean, mean, atol=1e-3, rtol=0)
     torch.testing.assert_close(encoder.std, std, atol=1e-3, rtol=0)
     expected = encoder.backbone((images() - encoder.mean) / encoder.std)
@@ -78,7 +85,11 @@ def run_alone(code: str, arguments: list[str]) -> np.ndarray:
     """In a process that cannot import this package."""
     alone = f"import sys; sys.modules['fedx_pl'] = None\n{code}"
     found = subprocess.run(
-        [sys.executable, "-c", alone, *arguments], capture_output=True, text=True, check=False, cwd="/"
+        [sys.executable, "-c", alone, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
     )
     assert found.returncode == 0, found.stderr
     return np.array(json.loads(found.stdout.splitlines()[-1]), dtype=np.float32)
@@ -106,7 +117,9 @@ x = np.load(sys.argv[1])
 print(json.dumps({outputs[to]}.tolist()))
 """
     found = run_alone(code, [str(x)])
-    np.testing.assert_allclose(found, Encoder.of(run)(images()).detach().numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found, Encoder.of(run)(images()).detach().numpy(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_safetensors_are_the_plain_weights(run: Path, tmp_path: Path) -> None:
@@ -121,11 +134,16 @@ def test_torchvision_takes_its_own_networks_and_no_others(
     import torchvision
 
     assert cli.main(["export", str(run), "--to", "torchvision"]) == 2
-    assert "torchvision has no resnet10 with width 4, 3 channels and a 3x3 stem" in capsys.readouterr().err
+    assert (
+        "torchvision has no resnet10 with width 4, 3 channels and a 3x3 stem"
+        in capsys.readouterr().err
+    )
     rng = np.random.default_rng(0)
     (tmp_path / "images").mkdir()
     for i in range(8):
-        Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
+        Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(
+            tmp_path / "images" / f"{i}.png"
+        )
     large = tmp_path / "large"
     words = ["data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", f"run.dir={large}",
              "profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1",
@@ -166,8 +184,17 @@ def test_neighbours_of_a_red_image_are_red(
 ) -> None:
     page = tmp_path / "page.html"
     query = pictures / "red" / "0.png"
-    assert cli.main(["neighbours", str(run), str(query), str(pictures), "--count", "3", "-o", str(page)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("folder: skipped")]
+    assert (
+        cli.main(
+            ["neighbours", str(run), str(query), str(pictures), "--count", "3", "-o", str(page)]
+        )
+        == 0
+    )
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if not line.startswith("folder: skipped")
+    ]
     assert [line.split()[1].split("/")[0] for line in lines[:3]] == ["red"] * 3
     assert lines[0].split() == ["1.000", "red/0.png"]
     assert page.read_text().count("data:image/jpeg;base64,") == 4
@@ -192,7 +219,12 @@ def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     query = [str(pictures / "red" / "0.png")] if command == "neighbours" else []
-    assert cli.main([command, str(run), *query, str(pictures), "-o", "out.npz", *([typed] if typed else [])]) == 0
+    assert (
+        cli.main(
+            [command, str(run), *query, str(pictures), "-o", "out.npz", *([typed] if typed else [])]
+        )
+        == 0
+    )
     told = capsys.readouterr().err
     assert not list((tmp_path / "temporary").iterdir())
     assert not (tmp_path / "data").exists()
@@ -209,21 +241,34 @@ def test_from_python_copies_go_when_python_ends(run: Path, pictures: Path, tmp_p
     (tmp_path / "temporary").mkdir()
     place = {"TMPDIR": str(tmp_path / "temporary")}
     command = [sys.executable, "-c", script, str(run), str(pictures), str(tmp_path / "temporary")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | place)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | place
+    )
     assert done.stdout.splitlines()[-1] == "['700']"
     assert not list((tmp_path / "temporary").glob("fedx-pl-*"))
     assert not (tmp_path / "data").exists()
 
 
-def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command, message in (
         (["export", str(tmp_path)], "is not a run folder"),
-        (["export", str(run), "--to", "tflite"], "type --to safetensors, torchvision, torch or onnx"),
+        (
+            ["export", str(run), "--to", "tflite"],
+            "type --to safetensors, torchvision, torch or onnx",
+        ),
         (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
         (["embed", str(run), str(pictures), "data.root=x"], "it takes data.cache=FOLDER"),
         (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
-        (["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)], "cannot be read as an image"),
-        (["neighbours", str(run), "a.png", str(pictures), "--count", "-5"], "--count=-5 is not possible; type --count"),
+        (
+            ["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)],
+            "cannot be read as an image",
+        ),
+        (
+            ["neighbours", str(run), "a.png", str(pictures), "--count", "-5"],
+            "--count=-5 is not possible; type --count",
+        ),
         (["export", str(run), "--round", "7"], "no checkpoint of round 7"),
     ):
         assert cli.main(command) == 2
@@ -234,7 +279,11 @@ def test_mistakes_are_told(run: Path, pictures: Path, tmp_path: Path, capsys: py
 
 
 def test_a_full_disk_leaves_the_earlier_table(
-    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(file: IO[bytes], **arrays: np.ndarray) -> None:
         file.write(b"half of")
@@ -254,7 +303,11 @@ def test_a_pipe_or_a_folder_is_no_place_for_a_file(
 ) -> None:
     os.mkfifo(tmp_path / "pipe.npz")
     (tmp_path / "folder.npz").mkdir()
-    more = {"embed": [pictures], "neighbours": [pictures / "red" / "0.png", pictures], "export": []}[command]
+    more = {
+        "embed": [pictures],
+        "neighbours": [pictures / "red" / "0.png", pictures],
+        "export": [],
+    }[command]
     for name in ("pipe.npz", "folder.npz"):
         assert cli.main([command, str(run), *map(str, more), "-o", name]) == 2
         assert f"-o {name} is not a file" in capsys.readouterr().err
@@ -313,18 +366,31 @@ class Changing(Mine):
 
 @pytest.mark.parametrize(("kind", "name"), [("Bringing", "TinyNet"), ("Changing", "ResNet")])
 def test_a_backbone_that_the_method_brings_is_announced_exported_and_embeds(
-    tiny_root: Path, pictures: Path, modules: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]
+    tiny_root: Path,
+    pictures: Path,
+    modules: Path,
+    kind: str,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every format gives what the run's own network gives; code is imported only if that is allowed."""
     (modules / "mine.py").write_text(OWN_BACKBONE)
     folder = modules / "run"
-    words = [*tiny_federation(tiny_root, modules), f"method=mine:{kind}", "federation.rounds=1", f"run.dir={folder}"]
+    words = [
+        *tiny_federation(tiny_root, modules),
+        f"method=mine:{kind}",
+        "federation.rounds=1",
+        f"run.dir={folder}",
+    ]
     assert cli.main(["train", *words]) == 0
     shown = capsys.readouterr().out
     assert f"\n{name}, 240 images, 32-true on " in shown
     assert "resnet10" not in shown
     assert cli.main(["export", str(folder), "--to", "torch"]) == 2
-    assert f"trained {name}, a backbone that its method brings; its code is run to make it" in capsys.readouterr().err
+    assert (
+        f"trained {name}, a backbone that its method brings; its code is run to make it"
+        in capsys.readouterr().err
+    )
     assert cli.main(["export", str(folder), "--to", "torch", "--allow-code"]) == 0
     program = torch.export.load(folder / "encoder-torch.pt2").module()
     import mine
@@ -352,7 +418,12 @@ def test_a_method_of_one_s_own_with_the_given_backbone_is_exported_without_its_c
     tiny_root: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (modules / "mine.py").write_text(METHOD)
-    words = [*tiny_federation(tiny_root, modules), "method=mine:Mine", "federation.rounds=1", "run.dir=run"]
+    words = [
+        *tiny_federation(tiny_root, modules),
+        "method=mine:Mine",
+        "federation.rounds=1",
+        "run.dir=run",
+    ]
     assert cli.main(["train", *words]) == 0
     assert "\nresnet10, 240 images, " in capsys.readouterr().out
     (modules / "mine.py").unlink()
@@ -360,7 +431,9 @@ def test_a_method_of_one_s_own_with_the_given_backbone_is_exported_without_its_c
     assert cli.main(["export", "run", "--to", "torch"]) == 0
 
 
-def test_the_encoder_reads_images_by_the_range_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_encoder_reads_images_by_the_range_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its own range would make a folder of dark images as bright as those of the training."""
     rng = np.random.default_rng(0)
     for folder, top in (("images", 4095), ("dark", 1000)):
@@ -379,10 +452,24 @@ def test_the_encoder_reads_images_by_the_range_of_its_run(tmp_path: Path, capsys
     paths, features = encoder.embed_folder(tmp_path / "dark")
     assert "0..4095 becomes 0..255, the encoder's range" in capsys.readouterr().out
     raw = np.stack([np.asarray(Image.open(tmp_path / "dark" / path)) for path in paths])
-    torch.testing.assert_close(features, encoder.embed((raw.astype(int) * 255 // 4095).astype(np.uint8)[..., None]))
+    torch.testing.assert_close(
+        features, encoder.embed((raw.astype(int) * 255 // 4095).astype(np.uint8)[..., None])
+    )
 
     page, query = tmp_path / "page.html", tmp_path / "dark/0.png"
-    assert cli.main(["neighbours", str(tmp_path / "deep"), str(query), str(tmp_path / "dark"), "-o", str(page)]) == 0
+    assert (
+        cli.main(
+            [
+                "neighbours",
+                str(tmp_path / "deep"),
+                str(query),
+                str(tmp_path / "dark"),
+                "-o",
+                str(page),
+            ]
+        )
+        == 0
+    )
     assert "1.000  0.png" in capsys.readouterr().out
     picture = base64.b64decode(page.read_text().partition("base64,")[2].partition("'")[0])
     assert np.asarray(Image.open(io.BytesIO(picture))).max() < 100  # as dark as it is
@@ -395,7 +482,9 @@ def test_an_encoder_of_gray_imagenet_has_one_channel(tmp_path: Path) -> None:
     for folder in ("train/n01", "val/n01"):
         (tmp_path / folder).mkdir(parents=True)
         for i in range(4):
-            Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(tmp_path / folder / f"{i}.JPEG")
+            Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(
+                tmp_path / folder / f"{i}.JPEG"
+            )
     words = [f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.classes=[n01]", "data.grayscale=true",
              "data.mean=[0.45]", "data.std=[0.22]", "data.image_size=32", "backbone.name=resnet10", "backbone.width=4",
              "federation.clients=1", "federation.epochs=1", "optim.batch_size=4", f"run.root={tmp_path}"]  # fmt: skip
@@ -409,7 +498,12 @@ def test_an_encoder_that_saw_no_deep_images_takes_one_range_for_query_and_folder
 ) -> None:
     (tmp_path / "folder").mkdir()
     Image.fromarray(np.full((32, 32), 300, np.uint16)).save(tmp_path / "query.png")
-    Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32)).save(tmp_path / "folder/a.png")
+    Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32)).save(
+        tmp_path / "folder/a.png"
+    )
     command = ["neighbours", str(run), str(tmp_path / "query.png"), str(tmp_path / "folder")]
     assert cli.main(command) == 0
-    assert "0..1023 becomes 0..255, the range of all of them, since the encoder" in capsys.readouterr().out
+    assert (
+        "0..1023 becomes 0..255, the range of all of them, since the encoder"
+        in capsys.readouterr().out
+    )

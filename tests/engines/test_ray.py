@@ -37,7 +37,9 @@ from fedx_pl.federation.estimate import steps_between
 from fedx_pl.federation.round import RoundContext
 from fedx_pl.trainer import FederatedTrainer
 
-pytestmark = pytest.mark.xdist_group("ray")  # One Ray for all, also where tests run in two processes.
+pytestmark = pytest.mark.xdist_group(
+    "ray"
+)  # One Ray for all, also where tests run in two processes.
 
 # BYOL whose process dies, or that raises, where a file of that name says so: FOLDER/ROUND-CLIENT. A file is used once.
 MORTAL = """
@@ -126,7 +128,9 @@ def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Eng
 # --- the same result --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [["method=moco", "fedx=true"], ["method=barlow_twins:BarlowTwins"]])
+@pytest.mark.parametrize(
+    "method", [["method=moco", "fedx=true"], ["method=barlow_twins:BarlowTwins"]]
+)
 def test_one_process_and_one_or_two_workers_give_the_same_weights(
     tiny: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
 ) -> None:
@@ -149,7 +153,9 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
         assert result.history[-1]["loss"] == serial.history[-1]["loss"]
         assert display.steps == steps_between(whole.trainer, 1, 2)
         assert [client for _, client in display.taken] == 2 * largest_first
-        assert {worker for worker, _ in display.taken} == {f"worker {i + 1}" for i in range(workers)}
+        assert {worker for worker, _ in display.taken} == {
+            f"worker {i + 1}" for i in range(workers)
+        }
 
 
 def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
@@ -161,7 +167,10 @@ def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
     labels = np.arange(36) % 2
     pixels = np.random.default_rng(0).integers(0, 256, (36, 16, 16, 3), dtype=np.uint8)
     ends = []
-    for name, engine in (("serial", SerialEngine), ("ray", partial(shared, options=EngineOptions(workers=1)))):
+    for name, engine in (
+        ("serial", SerialEngine),
+        ("ray", partial(shared, options=EngineOptions(workers=1))),
+    ):
         torch.manual_seed(0)
         trainer = FederatedTrainer(
             max_rounds=1, local_epochs=1, default_root_dir=tmp_path / name, engine=engine, evaluation=None,
@@ -194,7 +203,9 @@ def test_tensors_travel_as_they_are(memory_format: torch.memory_format) -> None:
 # --- errors, workers that die -----------------------------------------------------------------------------------------
 
 
-def test_errors_of_a_client_reach_the_user(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+def test_errors_of_a_client_reach_the_user(
+    mortal: list[str], tmp_path: Path, shared: MakeEngine
+) -> None:
     """A mistake as the one line it is; a bug with what the worker's traceback says. Nothing is tried again."""
     overrides = [*mortal, "engine.workers=1", f"run.dir={tmp_path / 'run'}"]
     fate = tmp_path / "fate" / "1-0"
@@ -208,15 +219,21 @@ def test_errors_of_a_client_reach_the_user(mortal: list[str], tmp_path: Path, sh
 
 
 def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEngine) -> None:
-    whole = made(config := compose([*tiny, "engine.workers=1"]), Watching(), engine=on(shared, config))
+    whole = made(
+        config := compose([*tiny, "engine.workers=1"]), Watching(), engine=on(shared, config)
+    )
     before = split_name(whole.data)
     whole.data.clients.reverse()
     assert split_name(whole.data) != before
-    with pytest.raises(UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="):
+    with pytest.raises(
+        UserError, match=r"worker 1 \(process \d+ on .*\) has other images .* type data.root="
+    ):
         whole.fit()
 
 
-def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules: Path, shared: MakeEngine) -> None:
+def test_a_worker_that_starts_after_an_edit_is_refused(
+    tiny: list[str], modules: Path, shared: MakeEngine
+) -> None:
     (modules / "mid_run.py").write_text(METHOD)
 
     class Edited(shared):
@@ -225,18 +242,26 @@ def test_a_worker_that_starts_after_an_edit_is_refused(tiny: list[str], modules:
             return super().new_actor()
 
     config = compose([*tiny, "method=mid_run:Mine", "engine.workers=1"])
-    with pytest.raises(UserError, match="has other code of Mine or its callbacks than this process"):
+    with pytest.raises(
+        UserError, match="has other code of Mine or its callbacks than this process"
+    ):
         fitted(config, engine=on(Edited, config))
 
 
-def test_a_worker_without_the_images_says_where_it_is(tiny: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+def test_a_worker_without_the_images_says_where_it_is(
+    tiny: list[str], tmp_path: Path, shared: MakeEngine
+) -> None:
     whole = made(config := compose([*tiny, "engine.workers=1"]), engine=on(shared, config))
     whole.data.source = replace(config.data, root=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"):
+    with pytest.raises(
+        UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"
+    ):
         whole.fit()
 
 
-def test_the_client_of_a_dead_worker_is_tried_again(mortal: list[str], tmp_path: Path, shared: MakeEngine) -> None:
+def test_the_client_of_a_dead_worker_is_tried_again(
+    mortal: list[str], tmp_path: Path, shared: MakeEngine
+) -> None:
     """The second try changes nothing: the same weights as without the death."""
     undisturbed = run(mortal, tmp_path / "serial")
     (tmp_path / "fate" / "1-1").write_text("die")
@@ -256,7 +281,9 @@ def test_without_a_further_try_the_round_goes_on_without_the_client(
     """The weights are those of a round in which client 1 has nothing to give."""
 
     class WithoutOne(SerialEngine):
-        def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Any]:
+        def run(
+            self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+        ) -> Iterator[Any]:
             for update in super().run(context, clients, memory_of):
                 away = context.round == 2 and update.client == 1
                 yield Lost(1, "away") if away else update
@@ -264,8 +291,13 @@ def test_without_a_further_try_the_round_goes_on_without_the_client(
     expected = run(mortal, tmp_path / "serial", WithoutOne)
     (tmp_path / "fate" / "2-1").write_text("die")
     display = Watching()
-    result = run([*mortal, "engine.workers=2", "engine.retries=0"], tmp_path / "ray", shared, display)
-    assert any(note.startswith("round 2: dropped client 1: worker") and "died" in note for note in display.notes)
+    result = run(
+        [*mortal, "engine.workers=2", "engine.retries=0"], tmp_path / "ray", shared, display
+    )
+    assert any(
+        note.startswith("round 2: dropped client 1: worker") and "died" in note
+        for note in display.notes
+    )
     assert [row["dropped"] for row in result.history] == [0, 1]
     assert same(weights(result), weights(expected))
 
@@ -278,7 +310,9 @@ def test_without_ray_the_user_is_told_what_to_install(
     assert capsys.readouterr().err == f"error: engine=ray needs Ray; type {install_hint('ray')}\n"
 
 
-def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_wait_until_ray_has_started(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for Ray that takes SIGTERM over, as Ray does, while Ctrl-C comes."""
     calls: list[str] = []
 
@@ -287,7 +321,9 @@ def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest
         signal.raise_signal(signal.SIGINT)
         calls.append("started")
 
-    fake = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: calls.append("ended"))
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=init, shutdown=lambda: calls.append("ended")
+    )
     monkeypatch.setitem(sys.modules, "ray", fake)
     mine = lambda number, frame: None  # noqa: E731
     before = signal.signal(signal.SIGTERM, mine)
@@ -302,7 +338,9 @@ def test_signals_wait_until_ray_has_started(tiny: list[str], monkeypatch: pytest
 
 def sizes(config: Config, clients: int, cores: int, gpus: int) -> Sizes:
     seen = 0 if config.run.device == "cpu" else gpus
-    return Sizes.of(config.engine, clients=clients, cores=cores, gpus=seen, threads=config.run.threads)
+    return Sizes.of(
+        config.engine, clients=clients, cores=cores, gpus=seen, threads=config.run.threads
+    )
 
 
 # --- how many workers -------------------------------------------------------------------------------------------------
@@ -329,7 +367,9 @@ def test_workers_share_the_machine(
     assert sizes(config, config.federation.clients, cores, gpus) == expected
 
 
-@pytest.mark.parametrize("overrides", [["engine.workers=3"], ["engine.workers=3", "engine.gpus_per_worker=0.6"]])
+@pytest.mark.parametrize(
+    "overrides", [["engine.workers=3"], ["engine.workers=3", "engine.gpus_per_worker=0.6"]]
+)
 def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
     """Two shares of 0.6 do not fit on one GPU."""
     with pytest.raises(UserError, match=r"engine.gpus_per_worker=.*there are 2 GPUs and 3 workers"):
@@ -339,11 +379,22 @@ def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(
+    tiny: list[str], tmp_path: Path
+) -> None:
     """Interrupted on Ray and continued without it: what clients keep for themselves is in the run folder."""
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     overrides = [*tiny, "method=byol", "federation.rounds=10000"]
-    command = [sys.executable, "-m", "fedx_pl", "train", *overrides, "engine=ray", "engine.workers=1", "--yes"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedx_pl",
+        "train",
+        *overrides,
+        "engine=ray",
+        "engine.workers=1",
+        "--yes",
+    ]
     folder = tmp_path / "ray"
     # In a session of its own, so that the signal goes to all of its processes, as from a keyboard.
     running = subprocess.Popen(
@@ -352,7 +403,8 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
     )  # fmt: skip
     try:
         wait_for(
-            lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None, seconds=PATIENCE
+            lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None,
+            seconds=PATIENCE,
         )
         started = descendants(running.pid)
         assert any("ray" in name for name in started.values())
@@ -376,12 +428,16 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(tiny: list[str], tm
             if row["round"] == self.last:
                 raise KeyboardInterrupt
 
-    interrupted = max(int(path.name.removeprefix("round_")) for path in (folder / "checkpoints").glob("round_*"))
+    interrupted = max(
+        int(path.name.removeprefix("round_")) for path in (folder / "checkpoints").glob("round_*")
+    )
     newest = []
     for place in (folder, tmp_path / "serial"):
         with pytest.raises(KeyboardInterrupt):
             run(overrides, place, SerialEngine, Until(interrupted + 1))
-        newest.append(load_file(sorted((place / "checkpoints").iterdir())[-1] / "global.safetensors"))
+        newest.append(
+            load_file(sorted((place / "checkpoints").iterdir())[-1] / "global.safetensors")
+        )
     assert same(*newest)
 
 
@@ -405,7 +461,9 @@ def descendants(process: int) -> dict[tuple[int, str], str]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # It may have ended meanwhile.
             parent, start, _ = status(int(path.name))
-            children.setdefault(parent, []).append((int(path.name), start, (path / "cmdline").read_text()))
+            children.setdefault(parent, []).append(
+                (int(path.name), start, (path / "cmdline").read_text())
+            )
     waiting = [process]
     while waiting:
         for child, start, command in children.get(waiting.pop(), []):

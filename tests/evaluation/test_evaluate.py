@@ -29,7 +29,13 @@ def unlabelled(count: int, **options: Any) -> Evaluator:
     images = np.random.default_rng(0).integers(0, 100, (count, 16, 16, 3), dtype=np.uint8)
     images[count // 2 :] += 150
     data = ImageData(
-        name="folder", train=Split(images, None), test=None, classes=(), group_names=(), source="", fingerprint=""
+        name="folder",
+        train=Split(images, None),
+        test=None,
+        classes=(),
+        group_names=(),
+        source="",
+        fingerprint="",
     )
     return Evaluator(EvaluationOptions(**options), data, prepare, seed=0)
 
@@ -38,12 +44,16 @@ def test_without_labels_the_health_of_the_training_images_is_measured_when_knn_i
     evaluator, model = unlabelled(40, knn_every=2, linear_every=3), make_model(SimCLR)
     expected = health(extract(model.backbone, evaluator.data.train.images, prepare))
     found = [evaluator.measure(model, CPU, round, rounds=5) for round in range(6)]
-    assert [set(row) for row in found] == [set(expected) if round in (0, 2, 4, 5) else set() for round in range(6)]
+    assert [set(row) for row in found] == [
+        set(expected) if round in (0, 2, 4, 5) else set() for round in range(6)
+    ]
     assert found[2] == pytest.approx(expected, rel=1e-2, abs=1e-3)
     assert evaluator.estimate_seconds(model, CPU, first_round=1, rounds=5) > 0
 
 
-def test_of_many_unlabelled_images_some_are_drawn_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_unlabelled_images_some_are_drawn_always_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(evaluate, "_UNLABELLED", 600)
     seen: list[np.ndarray] = []
 

@@ -14,7 +14,12 @@ def prepare(images: Tensor) -> Tensor:
 def backbone() -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     network = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
     for parameter in network.parameters():
         parameter.data.uniform_(-1, 1, generator=generator)
@@ -24,7 +29,9 @@ def backbone() -> nn.Module:
 
 @pytest.fixture
 def images() -> Tensor:
-    return torch.randint(0, 256, (23, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, 256, (23, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def test_features_are_those_of_eval_mode_whatever_the_batch_size(backbone, images):
@@ -59,7 +66,9 @@ def test_modes_are_put_back_when_the_forward_fails(backbone, images):
 def test_a_read_only_memmap_gives_the_same_features(backbone, images, tmp_path, recwarn):
     np.save(tmp_path / "images.npy", images.numpy())
     mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
-    assert torch.equal(extract(backbone, mapped, prepare, 10), extract(backbone, images, prepare, 10))
+    assert torch.equal(
+        extract(backbone, mapped, prepare, 10), extract(backbone, images, prepare, 10)
+    )
     assert not recwarn.list
 
 
@@ -81,7 +90,10 @@ def test_no_images_is_an_error(backbone, images):
 
 
 def test_measurable_drops_unlabelled_images_with_their_features():
-    x, y = torch.arange(4.0, dtype=torch.float64)[:, None], torch.tensor([1, -1, 0, -1], dtype=torch.int16)
+    x, y = (
+        torch.arange(4.0, dtype=torch.float64)[:, None],
+        torch.tensor([1, -1, 0, -1], dtype=torch.int16),
+    )
     train_x, train_y, test_x, test_y = measurable(x, y, x[:3], y[:3], classes=2)
     assert train_x.tolist() == [[0.0], [2.0]]
     assert train_y.tolist() == [1, 0]

@@ -51,7 +51,9 @@ def tuned(
     how = Augment(augment, (0.5,) * 3, (0.25,) * 3)
     rows = np.arange(count)
     model = model or backbone()
-    return fine_tune(model, store, rows, data.labels, how, classes=4, options=options, seed=seed, **more)
+    return fine_tune(
+        model, store, rows, data.labels, how, classes=4, options=options, seed=seed, **more
+    )
 
 
 # --- the choice of labels ---------------------------------------------------------------------------------------------
@@ -101,7 +103,9 @@ def test_steps_equal_sgd_with_momentum_by_hand():
     """One batch of all images, three epochs: v <- 0.9 v + g, w <- w - lr v, for backbone and classifier alike."""
     options = SemiOptions(epochs=3, lr=0.05, batch_size=16)
     found = tuned(16, options)
-    reference = tuned(16, dataclasses.replace(options, lr=1e-30))  # the start: such a step moves nothing
+    reference = tuned(
+        16, dataclasses.replace(options, lr=1e-30)
+    )  # the start: such a step moves nothing
     data = colours(16)
     x = (torch.from_numpy(data.images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     velocity = [torch.zeros_like(p) for p in reference.parameters()]
@@ -109,7 +113,9 @@ def test_steps_equal_sgd_with_momentum_by_hand():
         loss = nn.CrossEntropyLoss()(reference(x), torch.from_numpy(data.labels))
         gradients = torch.autograd.grad(loss, list(reference.parameters()))
         with torch.no_grad():
-            for parameter, v, gradient in zip(reference.parameters(), velocity, gradients, strict=True):
+            for parameter, v, gradient in zip(
+                reference.parameters(), velocity, gradients, strict=True
+            ):
                 v.mul_(0.9).add_(gradient)
                 parameter.sub_(0.05 * v)
     for parameter, expected in zip(found.parameters(), reference.parameters(), strict=True):
@@ -119,7 +125,9 @@ def test_steps_equal_sgd_with_momentum_by_hand():
 def test_the_whole_network_learns_and_the_given_backbone_stays_as_it_was():
     model = backbone().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    network = tuned(40, SemiOptions(epochs=30, lr=0.05, batch_size=8), augment=AugmentOptions(), model=model)
+    network = tuned(
+        40, SemiOptions(epochs=30, lr=0.05, batch_size=8), augment=AugmentOptions(), model=model
+    )
     how = Augment(STILL, (0.5,) * 3, (0.25,) * 3)
     assert scores(network, colours(200, seed=1), how.plain).top1 > 95
     assert not model.training
@@ -139,7 +147,9 @@ def test_the_same_seed_gives_the_same_network_and_the_global_generator_is_left_a
     again = tuned(20, options, seed=4, augment=AugmentOptions(), model=model)
     assert torch.equal(torch.get_rng_state(), expected)
     other = tuned(20, options, seed=5, augment=AugmentOptions(), model=model)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first[1].weight, other[1].weight)
 
 

@@ -24,7 +24,9 @@ def noise(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def test_angles_of_known_directions_whatever_their_length():
     first = torch.tensor([[1.0, 0.0]] * 4)
     second = torch.tensor([[7.0, 0.0], [0.0, 0.1], [-3.0, 0.0], [2.0, 2.0]])
-    torch.testing.assert_close(angles(first, second), torch.tensor([0, 90, 180, 45], dtype=torch.float64))
+    torch.testing.assert_close(
+        angles(first, second), torch.tensor([0, 90, 180, 45], dtype=torch.float64)
+    )
 
 
 def test_angles_of_parallel_vectors_are_zero_and_never_nan():
@@ -50,7 +52,9 @@ def test_interclass_angles_of_all_pairs_of_classes_that_have_images():
 
 def test_alignment_is_the_mean_squared_distance_of_directions():
     """Directions (1, 0) and (0, 1) are sqrt(2) apart, the second pair is the same: (2 + 0) / 2."""
-    assert alignment(torch.tensor([[5.0, 0], [0, 2]]), torch.tensor([[0, 0.1], [0, 4]])) == pytest.approx(1.0)
+    assert alignment(
+        torch.tensor([[5.0, 0], [0, 2]]), torch.tensor([[0, 0.1], [0, 4]])
+    ) == pytest.approx(1.0)
 
 
 def test_uniformity_of_known_directions():
@@ -59,7 +63,9 @@ def test_uniformity_of_known_directions():
     turn = 2 * math.pi / 3
     star = torch.tensor([[math.cos(i * turn), math.sin(i * turn)] for i in range(3)])
     assert uniformity(star) == pytest.approx(-6, abs=1e-5)
-    assert uniformity(torch.tensor([[1.0, 0], [2, 0], [0, 3]])) == pytest.approx(math.log((1 + 2 * math.exp(-4)) / 3))
+    assert uniformity(torch.tensor([[1.0, 0], [2, 0], [0, 3]])) == pytest.approx(
+        math.log((1 + 2 * math.exp(-4)) / 3)
+    )
     assert uniformity(star, t=0.5) == pytest.approx(-1.5, abs=1e-5)
 
 
@@ -77,7 +83,9 @@ def test_uniformity_equals_the_mean_over_pairs_and_a_sample_of_many_comes_near_i
 def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values():
     """Singular values 3 and 1 are shares 3/4 and 1/4."""
     expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert rankme(torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]])) == pytest.approx(expected, abs=1e-4)
+    assert rankme(torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]])) == pytest.approx(
+        expected, abs=1e-4
+    )
     assert rankme(torch.eye(6)) == pytest.approx(6, abs=1e-3)
     assert rankme(torch.ones(50, 8)) == pytest.approx(1, abs=1e-3)
     assert rankme(torch.zeros(50, 8)) == pytest.approx(1, abs=1e-3)
@@ -111,8 +119,17 @@ def test_health_of_broken_features_is_nan():
 def test_box_is_what_matplotlib_draws():
     values = torch.cat([noise(500, 1)[:, 0], torch.tensor([-20.0, 30.0, 31.0])])
     (expected,) = boxplot_stats(values.numpy())
-    keys = {"mean": "mean", "median": "med", "q1": "q1", "q3": "q3", "low": "whislo", "high": "whishi"}
-    assert box(values.reshape(-1, 1)) == {name: pytest.approx(expected[key]) for name, key in keys.items()}
+    keys = {
+        "mean": "mean",
+        "median": "med",
+        "q1": "q1",
+        "q3": "q3",
+        "low": "whislo",
+        "high": "whishi",
+    }
+    assert box(values.reshape(-1, 1)) == {
+        name: pytest.approx(expected[key]) for name, key in keys.items()
+    }
     assert set(box(torch.tensor([5.0])).values()) == {5.0}
 
 
@@ -121,4 +138,6 @@ def test_box_of_numbers_by_hand():
     found = box(torch.tensor([0.0, 1, 2, 3, 4, 100]))
     expected = {"q1": 1.25, "median": 2.5, "q3": 3.75, "low": 0.0, "high": 4.0, "mean": 110 / 6}
     assert found == {name: pytest.approx(value) for name, value in expected.items()}
-    assert all(isinstance(value, float) and not isinstance(value, np.floating) for value in found.values())
+    assert all(
+        isinstance(value, float) and not isinstance(value, np.floating) for value in found.values()
+    )

@@ -12,17 +12,32 @@ def found(seed: int, classes: int = 3) -> dict:
     rng = np.random.default_rng(seed)
     median = rng.uniform(30, 50, classes)
     boxes = {
-        f"class {i}": {"mean": m + 1, "median": m, "q1": m - 5, "q3": m + 5, "low": m - 15, "high": m + 15}
+        f"class {i}": {
+            "mean": m + 1,
+            "median": m,
+            "q1": m - 5,
+            "q3": m + 5,
+            "low": m - 15,
+            "high": m + 15,
+        }
         for i, m in enumerate(median.tolist())
     }
     between = rng.normal(85, 15, classes * (classes - 1) // 2).tolist()
-    return {"local_global": boxes, "interclass": between, "interclass_mean": float(np.mean(between))}
+    return {
+        "local_global": boxes,
+        "interclass": between,
+        "interclass_mean": float(np.mean(between)),
+    }
 
 
 def test_boxes_stand_side_by_side_and_are_the_stored_quartiles():
     named = {"plain": found(0), "FedX": found(1)}
     left, _ = geometry_figure(named).axes
-    assert [label.get_text() for label in left.get_xticklabels()] == ["class 0", "class 1", "class 2"]
+    assert [label.get_text() for label in left.get_xticklabels()] == [
+        "class 0",
+        "class 1",
+        "class 2",
+    ]
     assert len(left.patches) == 6
     for run, (label, colour) in enumerate((("plain", "#0072b2"), ("FedX", "#d55e00"))):
         for place, box in enumerate(named[label]["local_global"].values()):
@@ -39,7 +54,9 @@ def test_the_histogram_counts_every_pair_and_marks_the_means():
     named = {"plain": found(0, classes=10), "FedX": found(1, classes=10)}
     _, right = geometry_figure(named).axes
     assert sum(bar.get_height() for bar in right.patches) == 90
-    assert [line.get_xdata()[0] for line in right.lines] == [one["interclass_mean"] for one in named.values()]
+    assert [line.get_xdata()[0] for line in right.lines] == [
+        one["interclass_mean"] for one in named.values()
+    ]
 
 
 @pytest.mark.parametrize("angles", [[80.0, 90.0, 100.0], [90.0]])

@@ -28,7 +28,9 @@ def brute_force(train_x, train_y, test_x, k, tau, classes):
 
 
 @pytest.mark.parametrize(("k", "tau"), [(1, 0.1), (5, 0.1), (20, 0.5), (60, 0.07)])
-@pytest.mark.parametrize("chunk", [1, 200, 16_000_000])  # one row, several rows and all rows at once
+@pytest.mark.parametrize(
+    "chunk", [1, 200, 16_000_000]
+)  # one row, several rows and all rows at once
 def test_equals_the_brute_force_vote(monkeypatch, k, tau, chunk):
     monkeypatch.setattr(knn, "_CHUNK_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +54,10 @@ def test_temperature_decides_between_one_near_and_two_far_neighbours():
 
 def test_length_of_the_features_does_not_matter():
     train_x, train_y = torch.cat([at(0) * 1e-3, at(50) * 1e3]), torch.tensor([0, 1])
-    assert knn_scores(train_x, train_y, at(20, 30) * 7, torch.tensor([0, 1]), k=1, classes=2).top1 == 100.0
+    assert (
+        knn_scores(train_x, train_y, at(20, 30) * 7, torch.tensor([0, 1]), k=1, classes=2).top1
+        == 100.0
+    )
 
 
 def test_accuracy_is_in_percent_and_k_is_clipped():
@@ -69,7 +74,9 @@ def test_a_tiny_temperature_does_not_overflow():
 
 def test_unlabelled_images_neither_vote_nor_count():
     train_x, train_y = at(0, 1, 2, 60), torch.tensor([-1, -1, -1, 1])
-    assert knn_scores(train_x, train_y, at(0, 90), torch.tensor([1, -1]), k=3, classes=2).top1 == 100.0
+    assert (
+        knn_scores(train_x, train_y, at(0, 90), torch.tensor([1, -1]), k=3, classes=2).top1 == 100.0
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -12,7 +12,9 @@ from fedx_pl.evaluation.linear import PRESETS, LinearOptions, fit, linear_probe
 from fedx_pl.evaluation.scores import score
 
 
-def blobs(count: int, classes: int, width: int = 16, noise: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+def blobs(
+    count: int, classes: int, width: int = 16, noise: float = 2.0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Gaussian classes whose centres do not depend on the seed."""
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(seed)
@@ -20,9 +22,13 @@ def blobs(count: int, classes: int, width: int = 16, noise: float = 2.0, seed: i
     return centres[labels] + noise * torch.randn(count, width, generator=generator), labels
 
 
-def textbook(layer: nn.Linear, x: Tensor, y: Tensor, batches: list[Tensor], options: LinearOptions) -> Tensor:
+def textbook(
+    layer: nn.Linear, x: Tensor, y: Tensor, batches: list[Tensor], options: LinearOptions
+) -> Tensor:
     """nn.Linear + CrossEntropyLoss + torch.optim.Adam over these batches; weight and bias as (classes, D + 1)."""
-    optimizer = torch.optim.Adam(layer.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = torch.optim.Adam(
+        layer.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    )
     for batch in batches:
         optimizer.zero_grad()
         nn.CrossEntropyLoss()(layer(x[batch]), y[batch]).backward()
@@ -54,10 +60,16 @@ def test_epochs_with_a_short_last_batch_and_many_shuffled_chunks_equal_torch_ada
     monkeypatch.setattr(linear, "_SHUFFLED_ROWS", 40)  # chunks of 32, of 100 rows: 32 + 32 + 32 + 4
     x, y = blobs(100, classes=7)
     options = LinearOptions(lr=0.01, weight_decay=0.01, batch_size=16)
-    orders = list(torch.stack([torch.randperm(100, generator=torch.Generator().manual_seed(s)) for s in range(5)]))
+    orders = list(
+        torch.stack(
+            [torch.randperm(100, generator=torch.Generator().manual_seed(s)) for s in range(5)]
+        )
+    )
     layer, weight = start(7, 16)
     fit(weight, x, y, orders, options)
-    expected = textbook(layer, x, y, [batch for order in orders for batch in order.split(16)], options)
+    expected = textbook(
+        layer, x, y, [batch for order in orders for batch in order.split(16)], options
+    )
     torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -67,7 +79,9 @@ def test_ends_where_a_data_loader_ends():
     options = LinearOptions(epochs=30, lr=1e-2)
     torch.manual_seed(0)
     layer = nn.Linear(16, 4)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = torch.optim.Adam(
+        layer.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    )
     for _ in range(options.epochs):
         for batch_x, batch_y in DataLoader(TensorDataset(x, y), options.batch_size, shuffle=True):
             optimizer.zero_grad()
@@ -84,7 +98,9 @@ def test_starts_as_nn_linear_does():
     """A vanishing step: the accuracy is that of weights drawn from U(-1/sqrt(D), 1/sqrt(D)), chance over seeds."""
     x, y = blobs(500, 10, noise=0.1)
     options = LinearOptions(epochs=1, lr=1e-12)
-    top1 = [linear_probe(x, y, x, y, classes=10, options=options, seed=seed).top1 for seed in range(20)]
+    top1 = [
+        linear_probe(x, y, x, y, classes=10, options=options, seed=seed).top1 for seed in range(20)
+    ]
     assert 2 < sum(top1) / len(top1) < 25
     assert len(set(top1)) > 5
 
@@ -98,7 +114,10 @@ def test_same_seed_same_result_and_the_global_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=5) == first
-    others = {linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=seed) for seed in range(6, 16)}
+    others = {
+        linear_probe(x, y, test_x, test_y, classes=10, options=options, seed=seed)
+        for seed in range(6, 16)
+    }
     assert len(others) > 1  # Any two of ten may well be the same.
 
 
@@ -186,7 +205,9 @@ def test_non_finite_features_give_nan_and_a_warning():
 def test_features_that_overflow_give_nan_and_a_warning():
     x, y = blobs(20, 6, width=1000)
     with pytest.warns(UserWarning, match="linear probe diverged"):
-        result = linear_probe(3e38 * x.sign(), y, x, y, classes=6, options=LinearOptions(epochs=2), seed=0)
+        result = linear_probe(
+            3e38 * x.sign(), y, x, y, classes=6, options=LinearOptions(epochs=2), seed=0
+        )
     assert math.isnan(result.top1)
     assert math.isnan(result.top5)
 
@@ -200,5 +221,8 @@ def test_the_default_preset_is_the_fedx_authors_and_fedema_has_its_own_values():
     fedema = PRESETS["fedema"]
     values = (fedema.preset, fedema.epochs, fedema.lr, fedema.weight_decay, fedema.batch_size)
     assert values == ("fedema", 200, 3e-3, 0.0, 2048)
-    with pytest.raises(UserError, match=r"evaluation\.linear\.preset=moco .* type evaluation\.linear\.preset=fedx or"):
+    with pytest.raises(
+        UserError,
+        match=r"evaluation\.linear\.preset=moco .* type evaluation\.linear\.preset=fedx or",
+    ):
         LinearOptions(preset="moco")

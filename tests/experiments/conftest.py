@@ -25,7 +25,13 @@ def results(definitions):
     for seed in range(3):
         base = 40.0 + seed
         for label, more in {"plain": 0, "a<b": 0, "+ FedX": 2 + seed}.items():
-            write_result(folder, tiny, ("CIFAR-10", label), seed, {5: 39.0, 10: base + more + 1, 15: base + more})
+            write_result(
+                folder,
+                tiny,
+                ("CIFAR-10", label),
+                seed,
+                {5: 39.0, 10: base + more + 1, 15: base + more},
+            )
     write_result(folder, tiny, ("SVHN", "plain"), 0, {5: 50.0})
     write_result(folder, tiny, ("SVHN", "a<b"), 1, {5: 60.0})
     write_result(folder, tiny, ("SVHN", "+ FedX"), 0, {5: 51.5})

@@ -15,7 +15,11 @@ DEFINITION = {
     "base": "federation.rounds=30",
     "axes": {
         "data": {"CIFAR-10": "data=cifar10", "SVHN": "data=svhn"},
-        "variant": {"plain": "optim.batch_size=64", "a<b": "optim.batch_size=32", "+ FedX": "fedx=true"},
+        "variant": {
+            "plain": "optim.batch_size=64",
+            "a<b": "optim.batch_size=32",
+            "+ FedX": "fedx=true",
+        },
     },
     "columns": "data",
     "baseline": "plain",
@@ -23,7 +27,12 @@ DEFINITION = {
 
 
 def write_result(
-    folder: Path, experiment: Experiment, cell: Labels, seed: int, linear: Mapping[int, float], **changes: Any
+    folder: Path,
+    experiment: Experiment,
+    cell: Labels,
+    seed: int,
+    linear: Mapping[int, float],
+    **changes: Any,
 ) -> Path:
     """A finished run of a cell with accuracies by round; the last is put in the last round.
 
@@ -40,7 +49,10 @@ def write_result(
     last = max(linear)
     rows: list[dict[str, Any]] = [{"round": round, "loss": 1.0} for round in range(1, rounds + 1)]
     for round, value in linear.items():
-        rows[(rounds if round == last else round) - 1] |= {"linear_top1": value, "knn_top1": value / 2}
+        rows[(rounds if round == last else round) - 1] |= {
+            "linear_top1": value,
+            "knn_top1": value / 2,
+        }
     content = {
         "format": 1, "name": config.name, "hash": config.hash, "seed": seed, "profile": "mini", "commit": "abc1234",
         "machine": "2 CPU threads", "seconds": 600.0, "config": config.content(),

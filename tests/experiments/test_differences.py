@@ -15,7 +15,12 @@ def test_settings_that_differ_from_the_paper_are_listed_with_their_place(results
     assert ("| `federation.clients`", "`10`", f"`{mini.federation.clients}`", "all runs") in found
     for data in ("cifar10", "svhn"):  # Their jitter differs in the paper.
         paper = compose(["profile=paper", f"data={data}"])
-        assert ("| `augment.hue`", f"`{paper.augment.hue}`", f"`{mini.augment.hue}`", f"data: {data}") in found
+        assert (
+            "| `augment.hue`",
+            f"`{paper.augment.hue}`",
+            f"`{mini.augment.hue}`",
+            f"data: {data}",
+        ) in found
     keys = {line[0] for line in found}
     assert "| `federation.rounds`" not in keys  # of the definition, the same at both scales
     assert "| `optim.batch_size`" not in keys  # of an axis
@@ -36,12 +41,16 @@ def test_settings_of_some_experiments_are_told_by_their_names(results, definitio
     assert " | all but some of more | " in row
 
 
-def test_the_guide_to_the_differences_is_linked_within_the_repository(tmp_path, results, definitions):
+def test_the_guide_to_the_differences_is_linked_within_the_repository(
+    tmp_path, results, definitions
+):
     guide = definitions.parent / "docs" / "faithfulness.md"
     guide.parent.mkdir()
     guide.touch()
     write_report(results, definitions)
-    assert "[docs/faithfulness.md](../../docs/faithfulness.md)" in (results / "report.md").read_text()
+    assert (
+        "[docs/faithfulness.md](../../docs/faithfulness.md)" in (results / "report.md").read_text()
+    )
 
 
 def test_what_the_paper_s_profile_has_not_is_compared_with_its_usual_settings(results, definitions):
@@ -65,9 +74,20 @@ def test_what_the_paper_s_profile_has_not_is_compared_with_its_usual_settings(re
 
 def test_what_an_experiment_of_one_s_own_sets_is_listed_at_any_profile(tmp_path, definitions):
     """Not in the paper: 4 rounds and 2 clients are no settings of the paper only because the profile is named so."""
-    content = {"title": "Own", "base": "federation.rounds=4", "axes": {"variant": {"two": "federation.clients=2"}}}
+    content = {
+        "title": "Own",
+        "base": "federation.rounds=4",
+        "axes": {"variant": {"two": "federation.clients=2"}},
+    }
     (definitions / "own.yaml").write_text(yaml.safe_dump(content))
-    write_result(tmp_path / "r", load_experiment(definitions / "own.yaml"), ("two",), 0, {4: 40.0}, profile="paper")
+    write_result(
+        tmp_path / "r",
+        load_experiment(definitions / "own.yaml"),
+        ("two",),
+        0,
+        {4: 40.0},
+        profile="paper",
+    )
     write_report(tmp_path / "r", definitions)
     found = [tuple(line.split(" | ")[:4]) for line in lines(tmp_path / "r")]
     assert ("| `federation.rounds`", "`100`", "`4`", "all runs") in found
@@ -76,7 +96,9 @@ def test_what_an_experiment_of_one_s_own_sets_is_listed_at_any_profile(tmp_path,
 
 def test_a_baseline_that_the_paper_has_not_is_listed(results, definitions):
     """The paper has numbers for "+ FedX" only; "plain" has half its batch."""
-    (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump({"tiny": {"CIFAR-10": {"+ FedX": [1.0, 2.0]}}}))
+    (definitions / "paper" / "tables.yaml").write_text(
+        yaml.safe_dump({"tiny": {"CIFAR-10": {"+ FedX": [1.0, 2.0]}}})
+    )
     write_report(results, definitions)
     found = [tuple(line.split(" | ")[:4]) for line in lines(results)]
     assert ("| `optim.batch_size`", "`128`", "`64`", "some of tiny") in found
@@ -84,10 +106,18 @@ def test_a_baseline_that_the_paper_has_not_is_listed(results, definitions):
 
 def test_it_is_said_how_often_fedu_was_more_than_byol(results, definitions):
     """A mean divergence of .5 in one of 30 rounds, and of .3 in the others; mu is .4."""
-    content = {"title": "FedU", "base": "federation.rounds=30 method=fedu", "axes": {"variant": {"plain": []}}}
+    content = {
+        "title": "FedU",
+        "base": "federation.rounds=30 method=fedu",
+        "axes": {"variant": {"plain": []}},
+    }
     (definitions / "fedu.yaml").write_text(yaml.safe_dump(content))
-    rounds = [{"round": 1 + i, "divergence": 0.3 if i else 0.5, "linear_top1": 40.0} for i in range(30)]
-    write_result(results, load_experiment(definitions / "fedu.yaml"), ("plain",), 0, {5: 40.0}, rounds=rounds)
+    rounds = [
+        {"round": 1 + i, "divergence": 0.3 if i else 0.5, "linear_top1": 40.0} for i in range(30)
+    ]
+    write_result(
+        results, load_experiment(definitions / "fedu.yaml"), ("plain",), 0, {5: 40.0}, rounds=rounds
+    )
     write_report(results, definitions)
     [remark] = [line for line in lines(results) if line.startswith("- With FedU")]
     assert "in 1 of 30 rounds" in remark
@@ -96,7 +126,11 @@ def test_it_is_said_how_often_fedu_was_more_than_byol(results, definitions):
 def test_an_experiment_of_which_only_shared_runs_are_there_has_no_section(results, definitions):
     """The plain run of CIFAR-10 belongs to "tiny", too; no other of "begun" was made."""
     axes = {"clients": {"five": [], "seven": "federation.clients=7"}}
-    content = {"title": "Begun", "base": "federation.rounds=30 data=cifar10 optim.batch_size=64", "axes": axes}
+    content = {
+        "title": "Begun",
+        "base": "federation.rounds=30 data=cifar10 optim.batch_size=64",
+        "axes": axes,
+    }
     (definitions / "zbegun.yaml").write_text(yaml.safe_dump(content))
     write_report(results, definitions)
     text = "\n".join(lines(results))

@@ -56,8 +56,18 @@ def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path
     figure = figure_of(tmp_path, experiment)
     titles = [axes.get_title() if axes.get_visible() else None for axes in figure.axes]
     assert titles == ["CIFAR-10, FedSimCLR", "SVHN, FedSimCLR", None, "SVHN, FedBYOL"]
-    fedx = {to_hex(line.get_color()) for axes in figure.axes for line in axes.lines if line.get_label() == "+ FedX"}
-    plain = {to_hex(line.get_color()) for axes in figure.axes for line in axes.lines if line.get_label() == "plain"}
+    fedx = {
+        to_hex(line.get_color())
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_label() == "+ FedX"
+    }
+    plain = {
+        to_hex(line.get_color())
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_label() == "plain"
+    }
     assert len(fedx) == len(plain) == 1
     assert fedx != plain
 
@@ -72,8 +82,12 @@ def test_panels_of_one_label_of_the_columns_axis_fill_rows(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_many_labels_stay_apart_and_the_picture_fits_a_page(tmp_path, count):
-    labels = {f"weight {number}": [f"fedx.local_relation=0.{number + 1}"] for number in range(count)}
-    experiment = Experiment(name="many", title="Many", axes={"variant": labels}, base=["fedx=true", *BASE])
+    labels = {
+        f"weight {number}": [f"fedx.local_relation=0.{number + 1}"] for number in range(count)
+    }
+    experiment = Experiment(
+        name="many", title="Many", axes={"variant": labels}, base=["fedx=true", *BASE]
+    )
     for number, label in enumerate(labels):
         write_result(tmp_path, experiment, (label,), 0, {5: 38.0 + number, 30: 41.0})
     figure = figure_of(tmp_path, experiment)

@@ -49,7 +49,10 @@ def page():
         Heading("Part <1>", anchor="part"),
         Paragraph(["plain ", Code("x|y"), " and ", Strong(TRICKY), Anchor("there", "#part")]),
         Bullets([["one"], [TRICKY]]),
-        Table(["name", "value", "verdict"], [[TRICKY, "-1.00", "good"], ["+ FedX", "2.00", Strong("bad")]]),
+        Table(
+            ["name", "value", "verdict"],
+            [[TRICKY, "-1.00", "good"], ["+ FedX", "2.00", Strong("bad")]],
+        ),
         Table(["a"], [["b"]], fold="more & more"),
     ]
 
@@ -65,7 +68,10 @@ def test_html_has_no_scripts_and_loads_nothing():
     picture = Picture("plot", b"PNG", 'a "plot"')
     html = to_html([*page(), picture], "title")
     assert "<script" not in html
-    assert Reader(html).sources == ["#part", f"data:image/png;base64,{base64.b64encode(b'PNG').decode()}"]
+    assert Reader(html).sources == [
+        "#part",
+        f"data:image/png;base64,{base64.b64encode(b'PNG').decode()}",
+    ]
     assert "prefers-color-scheme: dark" in html
     assert "width=device-width" in html
 
@@ -86,7 +92,9 @@ def test_code_of_others_cannot_leave_its_fence(text):
     fence = re.search("`+", line)[0]
     assert line.count("\n") == 1
     assert re.fullmatch(rf"a commit: {fence}(?!`).*<img>.*(?<!`){fence}\.\n", line)
-    assert not re.search(rf"(?<!`){fence}(?!`)", line[len("a commit: ") + len(fence) : -len(fence) - 2])
+    assert not re.search(
+        rf"(?<!`){fence}(?!`)", line[len("a commit: ") + len(fence) : -len(fence) - 2]
+    )
 
 
 def test_a_text_that_opens_a_table_is_no_html():

@@ -35,7 +35,9 @@ def test_every_number_belongs_to_a_cell_of_its_experiment(name):
 def test_every_table_of_the_paper_has_its_numbers():
     """Table 1: 5 methods x 3 data sets x 2. Tables 2, 3 and 6: 4 rows. Table 4: 10 columns. Table 7: one row pair."""
     depth = {one.name: len(one.axes) for one in load_experiments(EXPERIMENTS)}
-    counts = {name: len(list(leaves(table, depth[name]))) for name, table in TABLES.items() if table}
+    counts = {
+        name: len(list(leaves(table, depth[name]))) for name, table in TABLES.items() if table
+    }
     assert counts == {
         "table1": 30, "ablation": 1, "regularizers": 12, "data-size": 8, "client-count": 8, "rounds": 8,
         "embedding": 2, "semi": 10, "errors": 30, "rivals": 12, "imagenet10": 2,
@@ -54,7 +56,11 @@ def test_shared_rows_have_the_same_numbers_in_all_tables():
     simclr = {data: methods["FedSimCLR"] for data, methods in TABLES["table1"].items()}
     for data, row in simclr.items():
         assert TABLES["rivals"][data]["B=128"] == row["B=128"]
-        assert TABLES["rivals"][data]["+ FedX"] == TABLES["regularizers"][data]["local KD + global KD"] == row["+ FedX"]
+        assert (
+            TABLES["rivals"][data]["+ FedX"]
+            == TABLES["regularizers"][data]["local KD + global KD"]
+            == row["+ FedX"]
+        )
         for method, pair in TABLES["table1"][data].items():
             for label, numbers in pair.items():
                 assert [value for value, _ in TABLES["errors"][data][method][label]] == numbers

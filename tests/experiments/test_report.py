@@ -21,7 +21,10 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 PAPER = {
     "other": {},
-    "tiny": {"CIFAR-10": {"plain": [51.31, 52.88], "+ FedX": [56.88, 57.95]}, "SVHN": {"+ FedX": [None, 77.0]}},
+    "tiny": {
+        "CIFAR-10": {"plain": [51.31, 52.88], "+ FedX": [56.88, 57.95]},
+        "SVHN": {"+ FedX": [None, 77.0]},
+    },
 }
 
 
@@ -30,8 +33,13 @@ def test_the_main_table_has_mean_deviation_and_number_of_seeds(results, definiti
     deviation."""
     written = write_report(results, definitions)
     assert written == [results / "report.md", results / "report.html"]
-    assert rows(results, "plain")[0] == "| plain | 41.00 ± 1.00 (3) | 42.00 ± 1.00 (3) | 50.00 (1) | 50.00 (1) |"
-    assert rows(results, "+ FedX")[0] == ("| + FedX | 44.00 ± 2.00 (3) | 45.00 ± 2.00 (3) | 51.50 (1) | 51.50 (1) |")
+    assert (
+        rows(results, "plain")[0]
+        == "| plain | 41.00 ± 1.00 (3) | 42.00 ± 1.00 (3) | 50.00 (1) | 50.00 (1) |"
+    )
+    assert rows(results, "+ FedX")[0] == (
+        "| + FedX | 44.00 ± 2.00 (3) | 45.00 ± 2.00 (3) | 51.50 (1) | 51.50 (1) |"
+    )
     assert "| plain | 20.50 ± 0.50 (3) | 25.00 (1) |" in lines(results)  # kNN: half
 
 
@@ -39,14 +47,31 @@ def test_gains_are_paired_and_carry_a_verdict(results, definitions):
     """2, 3, 4: mean 3 exceeds 4.303 x 1/sqrt(3) = 2.48. Nothing differs in "a<b". SVHN has one seed or none."""
     write_report(results, definitions)
     fedx, by_knn = rows(results, "CIFAR-10", "+ FedX")
-    assert fedx == "| CIFAR-10 | + FedX | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 |"
-    assert by_knn == "| CIFAR-10 | + FedX | +1.50 ± 0.50 (3) | **above the seed noise** | +1.00 to +2.00 |"  # half
+    assert (
+        fedx
+        == "| CIFAR-10 | + FedX | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 |"
+    )
+    assert (
+        by_knn
+        == "| CIFAR-10 | + FedX | +1.50 ± 0.50 (3) | **above the seed noise** | +1.00 to +2.00 |"
+    )  # half
     same = rows(results, "CIFAR-10", r"a\<b")[0]
-    assert same == r"| CIFAR-10 | a\<b | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 |"
-    assert rows(results, "SVHN", "+ FedX")[0] == "| SVHN | + FedX | +1.50 (1) | one seed: no statement | - |"
-    assert rows(results, "SVHN", r"a\<b")[0] == r"| SVHN | a\<b | - | no seed in common: no statement | - |"
+    assert (
+        same == r"| CIFAR-10 | a\<b | +0.00 ± 0.00 (3) | within the seed noise | +0.00 to +0.00 |"
+    )
+    assert (
+        rows(results, "SVHN", "+ FedX")[0]
+        == "| SVHN | + FedX | +1.50 (1) | one seed: no statement | - |"
+    )
+    assert (
+        rows(results, "SVHN", r"a\<b")[0]
+        == r"| SVHN | a\<b | - | no seed in common: no statement | - |"
+    )
     text = "\n".join(lines(results))
-    assert "**+ FedX** against plain: the mean difference is positive in 2 of 2 rows; 1 above the seed noise, " in text
+    assert (
+        "**+ FedX** against plain: the mean difference is positive in 2 of 2 rows; 1 above the seed noise, "
+        in text
+    )
     assert r"**a\<b** against plain" not in text  # One row is no count.
     assert "improve" not in text
 
@@ -54,7 +79,10 @@ def test_gains_are_paired_and_carry_a_verdict(results, definitions):
 def test_html_and_markdown_say_the_same_and_labels_are_escaped(results, definitions):
     write_report(results, definitions)
     html = (results / "report.html").read_text()
-    assert '<h2 id="tiny">Two data sets &amp; &lt;three&gt; variants – the paper&#x27;s Table 9</h2>' in html
+    assert (
+        '<h2 id="tiny">Two data sets &amp; &lt;three&gt; variants – the paper&#x27;s Table 9</h2>'
+        in html
+    )
     assert "a&lt;b" in html
     assert "a<b" not in html
     assert "+3.00 ± 1.00 (3)" in html
@@ -65,13 +93,20 @@ def test_standard_errors_are_over_five_measured_rounds(results, definitions):
     """Rounds at 1, 2, 3, 4, 5 and 0: the last five are 2, 3, 4, 5, 0 (mean 2.8, squared deviations .64 + .04 + 1.44 +
     4.84 + 7.84 = 14.8, so sqrt(14.8 / 4) / sqrt(5) = .86); the best five are 1 to 5 (mean 3, sqrt(10 / 4 / 5) = .71).
     """
-    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"show": ["errors"]}, sort_keys=False))
+    (definitions / "tiny.yaml").write_text(
+        yaml.safe_dump(DEFINITION | {"show": ["errors"]}, sort_keys=False)
+    )
     tiny = load_experiment(definitions / "tiny.yaml")
-    write_result(results, tiny, ("SVHN", "plain"), 0, {5: 1.0, 10: 2.0, 15: 3.0, 20: 4.0, 25: 5.0, 30: 0.0})
+    write_result(
+        results, tiny, ("SVHN", "plain"), 0, {5: 1.0, 10: 2.0, 15: 3.0, 20: 4.0, 25: 5.0, 30: 0.0}
+    )
     write_report(results, definitions)
     assert "| plain | - | - | 2.80 ± 0.86 (1) | 3.00 ± 0.71 (1) |" in lines(results)
     text = "\n".join(lines(results))
-    assert "Ours: the mean of the last five measured rounds (10 to 30), and of the best five, ±" in text
+    assert (
+        "Ours: the mean of the last five measured rounds (10 to 30), and of the best five, ±"
+        in text
+    )
     assert "The paper's five follow one upon the other" in text
     write_result(results, tiny, ("SVHN", "plain"), 0, dict.fromkeys(range(1, 31), 40.0))
     write_report(results, definitions)
@@ -81,7 +116,9 @@ def test_standard_errors_are_over_five_measured_rounds(results, definitions):
 
 
 def test_curves_are_a_file_and_inside_of_the_page(results, definitions):
-    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"show": ["curves"]}, sort_keys=False))
+    (definitions / "tiny.yaml").write_text(
+        yaml.safe_dump(DEFINITION | {"show": ["curves"]}, sort_keys=False)
+    )
     written = write_report(results, definitions)
     assert (results / "figures" / "tiny.png") in written
     assert "](figures/tiny.png)" in (results / "report.md").read_text()
@@ -94,8 +131,12 @@ def test_the_papers_numbers_stand_beside_as_another_scale(results, definitions):
     write_report(results, definitions)
     text = "\n".join(lines(results))
     assert "CIFAR-10: the paper's last / best" in text
-    assert rows(results, "+ FedX")[0].endswith("| 56.88 / 57.95 | 51.50 (1) | 51.50 (1) | - / 77.00 |")
-    assert rows(results, "CIFAR-10", "+ FedX")[0].endswith("| **above the seed noise** | +2.00 to +4.00 | +5.57 |")
+    assert rows(results, "+ FedX")[0].endswith(
+        "| 56.88 / 57.95 | 51.50 (1) | 51.50 (1) | - / 77.00 |"
+    )
+    assert rows(results, "CIFAR-10", "+ FedX")[0].endswith(
+        "| **above the seed noise** | +2.00 to +4.00 | +5.57 |"
+    )
     assert rows(results, "SVHN", "+ FedX")[0].endswith("| one seed: no statement | - | - |")
     assert "The paper's numbers are of another scale" in text
     assert "This is not the paper's scale." in text
@@ -117,7 +158,9 @@ def test_what_was_not_run_is_said(results, definitions):
         path.unlink()
     write_report(results, definitions)
     text = "\n".join(lines(results))
-    assert "3 of the 6 cells of profile `mini` were run, with 2 seeds each. **Not run:** SVHN." in text
+    assert (
+        "3 of the 6 cells of profile `mini` were run, with 2 seeds each. **Not run:** SVHN." in text
+    )
     assert "Not part of profile" not in text
     assert rows(results, "plain")[0] == "| plain | 41.50 ± 0.71 (2) | 42.50 ± 0.71 (2) | - | - |"
 
@@ -144,7 +187,9 @@ def test_a_label_of_which_nothing_was_run_is_named_once(results, definitions):
     ],
 )  # fmt: skip
 def test_labels_that_the_profile_leaves_out_are_named(results, definitions, profiles, said):
-    (definitions / "tiny.yaml").write_text(yaml.safe_dump(DEFINITION | {"profiles": profiles}, sort_keys=False))
+    (definitions / "tiny.yaml").write_text(
+        yaml.safe_dump(DEFINITION | {"profiles": profiles}, sort_keys=False)
+    )
     write_report(results, definitions)
     [line] = [line for line in lines(results) if " cells of profile `mini` w" in line]
     assert line.endswith(said or "each.")
@@ -157,13 +202,19 @@ def test_labels_that_are_numbers_are_named_with_their_axis(tmp_path, definitions
     (definitions / "more.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     write_result(tmp_path, load_experiment(definitions / "more.yaml"), ("5 of two",), 0, {5: 40.0})
     write_report(tmp_path, definitions)
-    assert "each. **Not part of profile mini:** rounds 5, 9 (instead: 5 of two)." in "\n".join(lines(tmp_path))
+    assert "each. **Not part of profile mini:** rounds 5, 9 (instead: 5 of two)." in "\n".join(
+        lines(tmp_path)
+    )
 
 
 def test_titles_claim_no_numbers_that_a_profile_may_not_have():
     """Only `errors` counts: its rounds are five at every profile."""
-    titles = [one.title.lower().split() for one in load_experiments(EXPERIMENTS) if one.name != "errors"]
-    assert not [words for words in titles if {"two", "three", "four", "five", "ten", "twice"} & set(words)]
+    titles = [
+        one.title.lower().split() for one in load_experiments(EXPERIMENTS) if one.name != "errors"
+    ]
+    assert not [
+        words for words in titles if {"two", "three", "four", "five", "ten", "twice"} & set(words)
+    ]
 
 
 def test_the_summary_counts_what_is_used(results, definitions):
@@ -171,15 +222,25 @@ def test_the_summary_counts_what_is_used(results, definitions):
     text = "\n".join(lines(results))
     epochs = compose(["profile=mini"]).federation.epochs
     assert "12 runs of 1 experiment at profile `mini`: seeds 0, 1, 2; 30 rounds of " in text
-    assert f"{epochs} local epochs; 2.0 hours of wall time, summed over the runs, on 2 CPU threads." in text
-    [row] = [line for line in lines(results) if line.startswith("| SVHN / + FedX | 0 | svhn-simclr-fedx-mini |")]
+    assert (
+        f"{epochs} local epochs; 2.0 hours of wall time, summed over the runs, on 2 CPU threads."
+        in text
+    )
+    [row] = [
+        line
+        for line in lines(results)
+        if line.startswith("| SVHN / + FedX | 0 | svhn-simclr-fedx-mini |")
+    ]
     assert row.endswith("| `abc1234` | 10.0 | tiny |")
 
 
 def test_seeds_that_not_all_rows_have_are_told(results, definitions):
     """On SVHN "plain" and "+ FedX" have seed 0 and "a<b" another one; two more seeds make a row stand out."""
     write_report(results, definitions)
-    assert "Not all rows have the same seeds, which alone makes them differ" in (results / "report.md").read_text()
+    assert (
+        "Not all rows have the same seeds, which alone makes them differ"
+        in (results / "report.md").read_text()
+    )
 
 
 def test_runs_of_several_machines_are_told_apart(results, definitions):
@@ -208,7 +269,10 @@ def test_files_that_could_not_be_used_are_named(results, definitions):
     assert line.startswith("broken.json is no result")
     text = "\n".join(lines(results))
     assert "- broken.json is no result" in text
-    assert "1 result of an older default was left out: cifar10-simclr-mini (optim.momentum was 0.5, is 0.9)" in text
+    assert (
+        "1 result of an older default was left out: cifar10-simclr-mini (optim.momentum was 0.5, is 0.9)"
+        in text
+    )
     assert "1 result in no table (of no experiment here, or built on by others): stranger" in text
 
 
@@ -263,13 +327,19 @@ def test_fine_tuning_is_a_table_by_share_of_labels(tmp_path, definitions):
 
     def semi(label, seed):
         more = (2 + seed) * (label == "+ FedX")
-        return {"0.1": {"labels": 250 - seed, "top1": 40.0 + seed}, "0.01": {"labels": 25, "top1": 20.0 + seed + more}}
+        return {
+            "0.1": {"labels": 250 - seed, "top1": 40.0 + seed},
+            "0.01": {"labels": 25, "top1": 20.0 + seed + more},
+        }
 
     evaluated(definitions, results, "semi", semi)
     numbers = {"semi": {"plain": {0.01: 21.37, 0.1: 31.14}, "+ FedX": {0.01: 23.33}}}
     (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
     write_report(results, definitions)
-    assert "| variant | 1 % (25 labels) | the paper's | 10 % (248 to 250 labels) | the paper's |" in lines(results)
+    assert (
+        "| variant | 1 % (25 labels) | the paper's | 10 % (248 to 250 labels) | the paper's |"
+        in lines(results)
+    )
     assert "| plain | 21.00 ± 1.00 (3) | 21.37 | 41.00 ± 1.00 (3) | 31.14 |" in lines(results)
     assert "| + FedX | 24.00 ± 2.00 (3) | 23.33 | 41.00 ± 1.00 (3) | - |" in lines(results)
     gain = "| + FedX | 1 % (25 labels) | +3.00 ± 1.00 (3) | **above the seed noise** | +2.00 to +4.00 | +1.96 |"
@@ -282,7 +352,12 @@ def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definiti
     results, drawn = tmp_path / "geometry", {}
 
     def geometry(label, seed):
-        return {"local_global_mean": 30.0 + seed, "interclass_mean": 80.0, "alignment": 0.5, "rankme": 9.0}
+        return {
+            "local_global_mean": 30.0 + seed,
+            "interclass_mean": 80.0,
+            "alignment": 0.5,
+            "rankme": 9.0,
+        }
 
     def figure(named):
         drawn.update(named)
@@ -291,9 +366,14 @@ def test_geometry_is_a_table_and_the_figure_of_the_first_seed(tmp_path, definiti
     evaluated(definitions, results, "geometry", geometry)
     numbers = {"geometry": {"plain": {"interclass_mean": 82.36}}}
     (definitions / "paper" / "tables.yaml").write_text(yaml.safe_dump(numbers))
-    monkeypatch.setitem(sys.modules, "fedx_pl.evaluation.geometry_plots", SimpleNamespace(geometry_figure=figure))
+    monkeypatch.setitem(
+        sys.modules, "fedx_pl.evaluation.geometry_plots", SimpleNamespace(geometry_figure=figure)
+    )
     write_report(results, definitions)
-    assert {name: found["local_global_mean"] for name, found in drawn.items()} == {"plain": 30.0, "+ FedX": 30.0}
+    assert {name: found["local_global_mean"] for name, found in drawn.items()} == {
+        "plain": 30.0,
+        "+ FedX": 30.0,
+    }
     assert (results / "figures" / "geometry.png").exists()
     row = "| plain | 31.00 ± 1.00 (3) | 80.00 ± 0.00 (3) | 82.36 | 0.50 ± 0.00 (3) | - | 9.00 ± 0.00 (3) |"
     assert row in lines(results)
@@ -310,15 +390,38 @@ def test_an_evaluation_that_no_result_holds_is_a_sentence(tmp_path, definitions,
 @pytest.mark.parametrize("kind", ["semi", "geometry"])
 def test_an_evaluation_that_some_results_hold_is_shown_for_these(tmp_path, definitions, kind):
     results = tmp_path / kind
-    values = {"semi": {"0.1": {"labels": 250, "top1": 33.0}}, "geometry": {"local_global_mean": 33.0}}
-    evaluated(definitions, results, kind, lambda label, seed: values[kind] if (label, seed) == ("plain", 1) else {})
+    values = {
+        "semi": {"0.1": {"labels": 250, "top1": 33.0}},
+        "geometry": {"local_global_mean": 33.0},
+    }
+    evaluated(
+        definitions,
+        results,
+        kind,
+        lambda label, seed: values[kind] if (label, seed) == ("plain", 1) else {},
+    )
     write_report(results, definitions)
     assert len([row for row in rows(results, "plain") if "33.00 (1)" in row]) == 1
     assert not [row for row in rows(results, "+ FedX") if "33.00" in row]
 
 
-HOSTILE = "</td><script>alert(1)</script>`` <img src=x onerror=alert(2)> ``\n\n<b>\x1b[2J\udce9$\\frac$"
-ODD = [None, True, -1, 10**400, 1e308, float("nan"), float("inf"), HOSTILE, [], {}, [HOSTILE], {HOSTILE: HOSTILE}]
+HOSTILE = (
+    "</td><script>alert(1)</script>`` <img src=x onerror=alert(2)> ``\n\n<b>\x1b[2J\udce9$\\frac$"
+)
+ODD = [
+    None,
+    True,
+    -1,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    HOSTILE,
+    [],
+    {},
+    [HOSTILE],
+    {HOSTILE: HOSTILE},
+]
 
 
 def places(tree):
@@ -331,11 +434,18 @@ def places(tree):
 
 @pytest.mark.parametrize(
     ("files", "show"),
-    [(40, ["table", "errors", "semi"]), pytest.param(60, ["curves", "geometry"], marks=pytest.mark.slow)],
+    [
+        (40, ["table", "errors", "semi"]),
+        pytest.param(60, ["curves", "geometry"], marks=pytest.mark.slow),
+    ],
 )
-def test_whatever_a_result_says_the_others_are_reported(tmp_path, definitions, monkeypatch, files, show):
+def test_whatever_a_result_says_the_others_are_reported(
+    tmp_path, definitions, monkeypatch, files, show
+):
     """One odd value in each of many files: it is shown as text, or the file is named and left out."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # No power is lost here, and disks take their time.
+    monkeypatch.setattr(
+        os, "fsync", lambda file: None
+    )  # No power is lost here, and disks take their time.
     shown = DEFINITION | {"show": show, "evaluate": ["semi", "geometry"]}
     (definitions / "tiny.yaml").write_text(yaml.safe_dump(shown, sort_keys=False))
     tiny = load_experiment(definitions / "tiny.yaml")
@@ -348,13 +458,22 @@ def test_whatever_a_result_says_the_others_are_reported(tmp_path, definitions, m
     }  # fmt: skip
     accuracies = {5: 38.0, 6: 39.0, 7: 40.0, 8: 41.0, 9: 40.0}
     write_result(results, tiny, ("CIFAR-10", "plain"), 0, accuracies, evaluations=evaluations)
-    good = write_result(results, tiny, ("CIFAR-10", "+ FedX"), 0, accuracies, evaluations=evaluations)
+    good = write_result(
+        results, tiny, ("CIFAR-10", "+ FedX"), 0, accuracies, evaluations=evaluations
+    )
     content = good.read_text()
     for _ in range(files):
         damaged = json.loads(content)
-        parts = [damaged, damaged["rounds"][-1], damaged["evaluations"], damaged["config"]["federation"]]
+        parts = [
+            damaged,
+            damaged["rounds"][-1],
+            damaged["evaluations"],
+            damaged["config"]["federation"],
+        ]
         where, key = rng.choice(list(places(rng.choice(parts))))
-        where[key] = rng.choice(ODD) if key != "profile" else "mini"  # Results of two profiles are never mixed.
+        where[key] = (
+            rng.choice(ODD) if key != "profile" else "mini"
+        )  # Results of two profiles are never mixed.
         damaged["hash"] = damaged["hash"] if rng.random() < 0.5 else "00000000"
         (results / good.name).write_text(json.dumps(damaged))
         said = []

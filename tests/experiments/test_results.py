@@ -59,11 +59,15 @@ def test_damaged_files_are_named_and_left_out(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(json.loads(good.read_text()) | {"format": 7}))
     (tmp_path / "d.json").write_text('{"format": 1, "name": "x"}')
     (tmp_path / "e.json").write_bytes(b"\xff\xfe\x00")
-    cut_off = write_result(tmp_path, TINY, ("plain",), 1, {5: 40.0}, rounds=[{"round": 3, "linear_top1": 40.0}])
+    cut_off = write_result(
+        tmp_path, TINY, ("plain",), 1, {5: 40.0}, rounds=[{"round": 3, "linear_top1": 40.0}]
+    )
     cut_off.rename(tmp_path / "f.json")
     results, problems = read_results(tmp_path)
     assert [result.seed for result in results] == [0]
-    assert [problem.partition(" ")[0] for problem in problems] == [f"{letter}.json" for letter in "abcdef"]
+    assert [problem.partition(" ")[0] for problem in problems] == [
+        f"{letter}.json" for letter in "abcdef"
+    ]
     assert "format is 7" in problems[2]
     assert "has no 'hash'" in problems[3]
     assert "end before the last, 30" in problems[5]
@@ -99,7 +103,12 @@ def test_keys_that_only_one_side_has_do_not_matter(tmp_path):
 
 def test_a_run_without_the_evaluation_of_the_experiment_is_not_its_result(tmp_path):
     semi = Experiment(
-        name="semi", title="Semi", axes={"variant": VARIANTS}, base=BASE, evaluate=["semi"], show=["semi"]
+        name="semi",
+        title="Semi",
+        axes={"variant": VARIANTS},
+        base=BASE,
+        evaluate=["semi"],
+        show=["semi"],
     )
     write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     measured = {"0.1": {"labels": 250, "top1": 30.0}}
@@ -131,11 +140,18 @@ def test_values_are_compared_as_json_has_them(tmp_path):
     """A tuple is a list."""
     file = write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     assert changes(read_result(file), configured(TINY, ("plain",), "mini", 0)) == []
-    assert changes(read_result(file), configured(TINY, ("plain",), "mini", 1)) == ["seed was 0, is 1"]
+    assert changes(read_result(file), configured(TINY, ("plain",), "mini", 1)) == [
+        "seed was 0, is 1"
+    ]
 
 
 def test_a_configuration_is_composed_once_for_all_experiments_and_seeds(monkeypatch):
-    same = Experiment(name="other", title="Other", axes={"variant": {"none": []}}, base=[*BASE, *VARIANTS["plain"]])
+    same = Experiment(
+        name="other",
+        title="Other",
+        axes={"variant": {"none": []}},
+        base=[*BASE, *VARIANTS["plain"]],
+    )
     first = configured(TINY, ("plain",), "mini", 0)
     second = TINY.config(("plain",), "mini", 1)
     monkeypatch.setattr("fedx_pl.experiments.results.compose", None)
@@ -146,20 +162,29 @@ def test_a_configuration_is_composed_once_for_all_experiments_and_seeds(monkeypa
 
 
 def test_a_seed_of_the_definition_wins():
-    fixed = Experiment(name="fixed", title="Fixed", axes={"variant": {"none": []}}, base=["seed=0", "seed=7"])
-    assert configured(fixed, ("none",), "mini", 3).content() == fixed.config(("none",), "mini", 3).content()
+    fixed = Experiment(
+        name="fixed", title="Fixed", axes={"variant": {"none": []}}, base=["seed=0", "seed=7"]
+    )
+    assert (
+        configured(fixed, ("none",), "mini", 3).content()
+        == fixed.config(("none",), "mini", 3).content()
+    )
 
 
 def test_a_run_that_others_build_on_is_looked_up_for_every_seed():
     """The base's folder has the seed in its name."""
     variants = {"+ FedCA": ["fedca=true", "fedca.base=@base"]}
-    needy = Experiment(name="needy", title="Needy", axes={"variant": variants}, needs={"base": ["data.limit=2000"]})
+    needy = Experiment(
+        name="needy", title="Needy", axes={"variant": variants}, needs={"base": ["data.limit=2000"]}
+    )
     for seed in (0, 1):
         config = configured(needy, ("+ FedCA",), "mini", seed)
         assert config.content() == needy.config(("+ FedCA",), "mini", seed).content()
 
 
-FEW = Experiment(name="few", title="Few", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=2500"])
+FEW = Experiment(
+    name="few", title="Few", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=2500"]
+)
 
 
 def made_before_all_labels_were_used(path):
@@ -177,7 +202,9 @@ def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(
     assert (len(runs.found), outdated) == (2, {})
     assert all(result.few_labels for cell in runs.found for result in runs.of(cell))
     plain = read_result(paths[0])
-    assert changes(plain, configured(FEW, ("plain",), "mini", 0)) == ["evaluation.labels was limit, is all"]
+    assert changes(plain, configured(FEW, ("plain",), "mini", 0)) == [
+        "evaluation.labels was limit, is all"
+    ]
 
     write_result(tmp_path, FEW, ("+ FedX",), 0, {5: 42.0})
     runs, _, outdated = found(tmp_path, FEW)
@@ -186,7 +213,9 @@ def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(
 
 
 def test_without_a_limit_older_results_had_all_labels(tmp_path):
-    paper = Experiment(name="paper", title="Paper", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=0"])
+    paper = Experiment(
+        name="paper", title="Paper", axes={"variant": VARIANTS}, base=[*BASE, "data.limit=0"]
+    )
     path = write_result(tmp_path, paper, ("plain",), 0, {5: 40.0})
     made_before_all_labels_were_used(path)
     result = read_result(path)

@@ -37,7 +37,9 @@ from fedx_pl.provenance.foreign_code import Record, code_of, write_record
 @pytest.fixture
 def experiment(tiny: list[str], tmp_path: Path) -> Path:
     """Two runs that work and one that does not."""
-    what = " ".join(word for word in tiny if not word.startswith(("run.", "data.root", "data.download")))
+    what = " ".join(
+        word for word in tiny if not word.startswith(("run.", "data.root", "data.download"))
+    )
     return definition(
         tmp_path / "experiments",
         f"title: mine\nbase: {what}\n"
@@ -53,7 +55,14 @@ def where(tiny: list[str]) -> list[str]:
 def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     experiment: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sweep", str(experiment), "profile=paper", *where(tiny), "--definitions", str(experiment.parent)]
+    words = [
+        "sweep",
+        str(experiment),
+        "profile=paper",
+        *where(tiny),
+        "--definitions",
+        str(experiment.parent),
+    ]
     assert main([*words, "--jobs", "2"]) == 1
     output = capsys.readouterr().out
     assert "3 runs, 0 finished already, 6 rounds to go, 2 at once" in output
@@ -100,7 +109,9 @@ class Waits(SimCLR):
 def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -> None:
     """A sweep that is told to end ends its runs as well; the next one starts after the last finished round."""
     what = " ".join(
-        word for word in tiny if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
+        word
+        for word in tiny
+        if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
     )
     (tmp_path / "waits.py").write_text(WAITS)
     words = f"method=waits:Waits method.gate={tmp_path / 'gate'} federation.rounds=4 evaluation.knn_every=4"
@@ -109,9 +120,15 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
     command += ["--definitions", str(path.parent), "--yes"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    first = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     deadline = time.monotonic() + PATIENCE
-    while not (tmp_path / "gate.here").exists() and first.poll() is None and time.monotonic() < deadline:
+    while (
+        not (tmp_path / "gate.here").exists()
+        and first.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
     _, errors = first.communicate(timeout=PATIENCE)
@@ -122,7 +139,9 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     lock(table.parent).close()  # Nobody is training there any more.
 
     (tmp_path / "gate").touch()
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    second = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
     assert "going on after round 2 of 4" in log
@@ -130,7 +149,15 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
 
 
 def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["sweep", "regularizers", "profile=mini", "--definitions", str(EXPERIMENTS), "--results", str(tmp_path)]
+    words = [
+        "sweep",
+        "regularizers",
+        "profile=mini",
+        "--definitions",
+        str(EXPERIMENTS),
+        "--results",
+        str(tmp_path),
+    ]
     assert main([*words, "--dry-run", "--seeds", "0,1"]) == 0
     output = capsys.readouterr().out
     assert "8 runs, 0 finished already" in output
@@ -158,7 +185,8 @@ def test_a_run_whose_newest_round_is_damaged_is_trained_on(tmp_path: Path) -> No
     job = job_in(tmp_path, "federation.rounds=2")
     finished(job)
     Checkpoints(job.folder).commit(
-        RunState(round=1, rows=[{"round": 1}], seconds=1.0), GlobalState(weights={"w": torch.zeros(1)})
+        RunState(round=1, rows=[{"round": 1}], seconds=1.0),
+        GlobalState(weights={"w": torch.zeros(1)}),
     )
     assert job.next_command() is None
     state = job.folder / "checkpoints" / "round_00002" / "state.json"
@@ -167,7 +195,9 @@ def test_a_run_whose_newest_round_is_damaged_is_trained_on(tmp_path: Path) -> No
     assert job.next_command() == ["train", *job.overrides, "--yes"]
 
 
-def test_what_a_run_was_given_beside_its_code_does_not_make_a_sweep_train_it_again(tmp_path: Path) -> None:
+def test_what_a_run_was_given_beside_its_code_does_not_make_a_sweep_train_it_again(
+    tmp_path: Path,
+) -> None:
     """Such as the weights of FedCA's base, which `train` compares itself."""
     job = finished(job_in(tmp_path))
     write_record(job.folder, Record(objects={"weights of fedca.base": "0" * 64}))
@@ -180,7 +210,11 @@ def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str 
 
 
 def evaluated(job: Job, kind: str, round: int = 1, **settings: object) -> None:
-    document = {"round": round, "settings": evaluation_settings(kind, job.config) | settings, "results": {"x": 1.0}}
+    document = {
+        "round": round,
+        "settings": evaluation_settings(kind, job.config) | settings,
+        "results": {"x": 1.0},
+    }
     (job.folder / "evaluation").mkdir(exist_ok=True)
     (job.folder / "evaluation" / f"{kind}.json").write_text(json.dumps(document))
 
@@ -268,7 +302,9 @@ def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_pat
 
 def test_a_failed_run_does_not_shorten_what_the_others_take(tmp_path: Path) -> None:
     """Its rounds will not be run: they are neither done nor to do."""
-    bad, good = (job_in(tmp_path, "federation.rounds=20", f"seed={i}", name=f"{i}") for i in range(2))
+    bad, good = (
+        job_in(tmp_path, "federation.rounds=20", f"seed={i}", name=f"{i}") for i in range(2)
+    )
     sweep = Sweep([bad, good], tmp_path / "results", 1, Console(file=io.StringIO()))
     assert sweep.rounds_left() == 40
     sweep.waiting.remove(bad)
@@ -281,7 +317,9 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
     job = finished(job_in(tmp_path))
     held = lock(job.folder)
     output = io.StringIO()
-    runner = Sweep([job], tmp_path / "results", 1, Console(file=output, width=80, force_terminal=True))
+    runner = Sweep(
+        [job], tmp_path / "results", 1, Console(file=output, width=80, force_terminal=True)
+    )
     ended = threading.Event()
 
     def release() -> None:
@@ -326,7 +364,9 @@ def test_asking_for_a_lock_does_not_take_it(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
 
 
-def test_a_run_starts_while_others_ask_for_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_while_others_ask_for_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asks has it for a moment; a process that starts to train then is not turned away."""
     lock(tmp_path).close()
     asking = open(tmp_path / ".lock")  # noqa: SIM115
@@ -346,7 +386,9 @@ def test_a_run_that_another_sweep_took_a_moment_before_is_waited_for(tmp_path: P
     job = finished(job_in(tmp_path))
     runner = Sweep([], tmp_path / "results", 1, Console(file=(output := io.StringIO()), width=300))
     second = Second(overrides=job.overrides, config=job.config, evaluate=[])
-    second.log.write_text(f"# commit a: fedx-pl train\nerror: another process is training in {job.folder}; wait\n")
+    second.log.write_text(
+        f"# commit a: fedx-pl train\nerror: another process is training in {job.folder}; wait\n"
+    )
     second.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
     second.process.wait()
     runner.running.append(second)
@@ -360,7 +402,9 @@ def test_a_run_that_another_sweep_took_a_moment_before_is_waited_for(tmp_path: P
 def test_the_numbers_of_a_table_are_those_with_a_checksum(tmp_path: Path) -> None:
     """One flipped bit of metrics.json makes 92.5 of 12.5; one of an evaluation is measured again."""
     job = finished(job_in(tmp_path, evaluate=["knn"]))
-    (job.folder / "metrics.json").write_text(json.dumps({"rounds": [{"round": 1, "linear_top1": 92.5}]}))
+    (job.folder / "metrics.json").write_text(
+        json.dumps({"rounds": [{"round": 1, "linear_top1": 92.5}]})
+    )
     settings = evaluation_settings("knn", job.config)
     document = json.dumps(sealed({"round": 1, "settings": settings, "results": {"knn_top1": 12.5}}))
     (job.folder / "evaluation").mkdir()
@@ -369,7 +413,10 @@ def test_the_numbers_of_a_table_are_those_with_a_checksum(tmp_path: Path) -> Non
     (job.folder / "evaluation" / "knn.json").write_text(document)
     _, output = sweep([job], tmp_path)
     assert "done, linear 12.50" in output
-    assert read_result(tmp_path / "results" / f"{job.name}.json").evaluations["knn"]["knn_top1"] == 12.5
+    assert (
+        read_result(tmp_path / "results" / f"{job.name}.json").evaluations["knn"]["knn_top1"]
+        == 12.5
+    )
 
 
 def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Path) -> None:
@@ -399,14 +446,19 @@ def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
         (["table1", "--seeds", "0,x"], "--seeds 0,x are not whole numbers"),
     ],
 )
-def test_a_sweep_of_nothing_is_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_of_nothing_is_a_mistake(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = ["profile=mini", "--definitions", str(EXPERIMENTS), "--dry-run"]
     assert main(["sweep", *words, *where]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
-    bad, good = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
+    bad, good = (
+        finished(job_in(tmp_path, "seed=1", name="a")),
+        finished(job_in(tmp_path, "seed=2", name="b")),
+    )
     (bad.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     runner, output = sweep([bad, good], tmp_path)
     assert runner.failed == [bad]
@@ -431,7 +483,10 @@ def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Pa
 
 
 def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
-    base, user = finished(job_in(tmp_path, "seed=1", name="a")), job_in(tmp_path, "seed=2", name="b")
+    base, user = (
+        finished(job_in(tmp_path, "seed=1", name="a")),
+        job_in(tmp_path, "seed=2", name="b"),
+    )
     (base.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     user.needs = [base.config.hash]
     runner, output = sweep([base, user], tmp_path)
@@ -440,7 +495,10 @@ def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_needed_run_must_still_have_its_folder(tmp_path: Path) -> None:
-    base, user = finished(job_in(tmp_path, "seed=1", name="a")), finished(job_in(tmp_path, "seed=2", name="b"))
+    base, user = (
+        finished(job_in(tmp_path, "seed=1", name="a")),
+        finished(job_in(tmp_path, "seed=2", name="b")),
+    )
     sweep([base], tmp_path)
     user.needs = [base.config.hash]
     assert base in Sweep([base, user], tmp_path / "results", 1, Console()).done
@@ -470,7 +528,10 @@ def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
         "# commit abc1234: fedx-pl train\nround 1\n# commit def5678: fedx-pl train\n# commit def5678: x\n"
     )
     sweep([job], tmp_path)
-    assert json.loads((tmp_path / "results" / f"{job.name}.json").read_text())["commit"] == "abc1234, def5678"
+    assert (
+        json.loads((tmp_path / "results" / f"{job.name}.json").read_text())["commit"]
+        == "abc1234, def5678"
+    )
 
 
 @pytest.mark.parametrize(
@@ -483,7 +544,9 @@ def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
         (["table1", "--seeds", "a"], "type --seeds 0,1,2"),
     ],
 )
-def test_a_sweep_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_says_what_to_type(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sweep", *words, "--definitions", str(EXPERIMENTS)]) == 2
     assert re.search(message, capsys.readouterr().err)
 

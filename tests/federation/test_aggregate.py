@@ -60,7 +60,11 @@ def test_the_order_of_arrival_does_not_show() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 10_000)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 10_000)), min_size=1, max_size=8
+    )
+)
 def test_the_mean_lies_between_the_clients(clients: list[tuple[float, int]]) -> None:
     average = FedAvg({"w": torch.zeros(1)})
     for value, images in clients:
@@ -81,8 +85,19 @@ def test_half_precision_weights_are_accumulated_wide() -> None:
 @pytest.mark.parametrize(
     ("bad", "images", "reason"),
     [
-        ({"w": torch.tensor([[float("nan"), 0], [0, 0]]), "bn.num_batches_tracked": torch.tensor(0)}, 1, "NaN"),
-        ({"w": torch.full((2, 2), float("inf")), "bn.num_batches_tracked": torch.tensor(0)}, 1, "infinity"),
+        (
+            {
+                "w": torch.tensor([[float("nan"), 0], [0, 0]]),
+                "bn.num_batches_tracked": torch.tensor(0),
+            },
+            1,
+            "NaN",
+        ),
+        (
+            {"w": torch.full((2, 2), float("inf")), "bn.num_batches_tracked": torch.tensor(0)},
+            1,
+            "infinity",
+        ),
         ({"w": torch.zeros(2, 2)}, 1, "missing, e.g. bn.num_batches_tracked"),
         ({**state(0), "extra": torch.zeros(1)}, 1, "unknown, e.g. extra"),
         ({**state(0), "w": torch.zeros(3)}, 1, r"w has shape \(3,\)"),
@@ -120,7 +135,11 @@ def test_a_negative_variance_is_refused_by_name() -> None:
     average.add({name: torch.tensor([0.0, -0.0, 1.0]) for name in names}, 1)
     average.add({name: torch.ones(3) for name in names} | {"conv.weight": -torch.ones(3)}, 1)
     with pytest.raises(BadUpdate, match=r"b\.running_var holds negative variances"):
-        average.add({name: torch.ones(3) for name in names} | {"b.running_var": torch.tensor([1.0, -1e-3, 1.0])}, 1)
+        average.add(
+            {name: torch.ones(3) for name in names}
+            | {"b.running_var": torch.tensor([1.0, -1e-3, 1.0])},
+            1,
+        )
     assert average.num_clients == 2
 
 
@@ -134,7 +153,9 @@ def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
     statistics do not count."""
     reference = {"w": torch.tensor([3.0, 4.0]), "bn.running_var": torch.ones(1)}
     average = make_rule(AggregateOptions(), GlobalState(weights=reference))
-    with pytest.raises(BadUpdate, match=r"its weights are 10 times as long, aggregate.max_growth=3"):
+    with pytest.raises(
+        BadUpdate, match=r"its weights are 10 times as long, aggregate.max_growth=3"
+    ):
         average.add({"w": torch.tensor([30.0, 40.0]), "bn.running_var": torch.ones(1)}, 1)
     average.add({"w": torch.tensor([9.0, 12.0]), "bn.running_var": torch.full((1,), 1e6)}, 1)
     assert average.num_clients == 1
@@ -157,8 +178,14 @@ def times(backbone: float, head: float = 1.0) -> dict[str, torch.Tensor]:
         (times(-1, -1), "its weights kept -1 "),
         (times(0.001, 0.001), "its weights kept 0.001 "),
         (times(1e-45, 1e-45), "its weights kept 1.*e-45 "),
-        (times(0.001), "its backbone kept 0.001 "),  # (0.001 * 25 + 144) / 169 of all: the head hides it.
-        ({"backbone.w": torch.tensor([-4.0, 3.0]), "head.w": torch.zeros(1)}, "its weights kept 0 "),  # replaced
+        (
+            times(0.001),
+            "its backbone kept 0.001 ",
+        ),  # (0.001 * 25 + 144) / 169 of all: the head hides it.
+        (
+            {"backbone.w": torch.tensor([-4.0, 3.0]), "head.w": torch.zeros(1)},
+            "its weights kept 0 ",
+        ),  # replaced
     ],
 )
 def test_weights_that_were_shrunk_turned_round_or_replaced_are_refused(
@@ -166,7 +193,9 @@ def test_weights_that_were_shrunk_turned_round_or_replaced_are_refused(
 ) -> None:
     rule = make_rule(AggregateOptions(), GlobalState(weights=WEIGHTS))
     rule.add(times(1.1, 0.9), 1)
-    rule.add({"backbone.w": torch.tensor([10.0, 4.0]), "head.w": torch.tensor([12.0])}, 1)  # turned and lengthened
+    rule.add(
+        {"backbone.w": torch.tensor([10.0, 4.0]), "head.w": torch.tensor([12.0])}, 1
+    )  # turned and lengthened
     with pytest.raises(BadUpdate, match=reason):
         rule.add(bad, 1)
     assert rule.num_clients == 2
@@ -191,9 +220,13 @@ def test_a_regularizer_s_changes_may_point_anywhere() -> None:
         ("bn.num_batches_tracked", -(2**63), r"bn\.num_batches_tracked moved by more than"),
     ],
 )
-def test_statistics_that_would_never_be_forgotten_are_refused_by_name(name: str, value: float, reason: str) -> None:
+def test_statistics_that_would_never_be_forgotten_are_refused_by_name(
+    name: str, value: float, reason: str
+) -> None:
     good = {
-        "bn.running_mean": torch.full((4,), 9e5),  # Of four, the norm is 18e5: no single one is too large.
+        "bn.running_mean": torch.full(
+            (4,), 9e5
+        ),  # Of four, the norm is 18e5: no single one is too large.
         "bn.running_var": torch.full((4,), 9e11),
         "bn.num_batches_tracked": torch.tensor(10**6),
     }
@@ -219,7 +252,9 @@ def test_statistics_that_would_never_be_forgotten_are_refused_by_name(name: str,
         ([5, 6, 10_000_000], 1.0, [5, 6, 10_000_000]),
     ],
 )
-def test_no_client_counts_for_more_than_its_share(images: list[int], share: float, expected: list[int]) -> None:
+def test_no_client_counts_for_more_than_its_share(
+    images: list[int], share: float, expected: list[int]
+) -> None:
     assert list(counted(dict(enumerate(images)), share).values()) == expected
 
 
@@ -237,7 +272,9 @@ def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
 def test_a_claim_of_ten_million_images_counts_for_half(rule: str) -> None:
     """Values 1, 1 and 3 with 300, 100 and 400 images: (400 + 1200) / 800 = 2; by its own word it would be 3."""
-    made = make_rule(AggregateOptions(rule=rule, max_share=0.5), GlobalState(weights={"w": torch.tensor([2.0])}))
+    made = make_rule(
+        AggregateOptions(rule=rule, max_share=0.5), GlobalState(weights={"w": torch.tensor([2.0])})
+    )
     for client, (value, images) in enumerate([(1.0, 300), (1.0, 100), (3.0, 10_000_000)]):
         made.add({"w": torch.tensor([value])}, images, client)
     assert made.result()["w"].item() == made.result()["w"].item() == 2.0

@@ -30,6 +30,8 @@ print(usual, faults())
 def test_a_tensor_made_again_takes_the_memory_of_the_one_before() -> None:
     if not keep_freed_memory(False):
         pytest.skip("needs glibc: run it on Linux with another C library than musl")
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     usual, kept = map(int, done.stdout.split())
     assert kept < usual / 4  # Where pages are huge, the usual are some hundreds.

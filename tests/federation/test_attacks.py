@@ -34,12 +34,19 @@ RULES = ("mean", "clip", "median", "trimmed", "krum")
 
 
 def corrupted(state: State, change: Callable[[str, Tensor], Tensor]) -> State:
-    found = {name: change(name, tensor) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    return {name: t.clamp(min=0) if name.endswith("running_var") else t for name, t in found.items()}
+    found = {
+        name: change(name, tensor) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+    return {
+        name: t.clamp(min=0) if name.endswith("running_var") else t for name, t in found.items()
+    }
 
 
 def scaled(factor: float) -> Callable[[State, State], State]:
-    return lambda state, start: corrupted(state, lambda name, t: start[name] + factor * (t - start[name]))
+    return lambda state, start: corrupted(
+        state, lambda name, t: start[name] + factor * (t - start[name])
+    )
 
 
 def random(state: State, start: State) -> State:
@@ -78,8 +85,12 @@ def federation(overrides: list[str]) -> Callable[[str], tuple[State, list[Update
     def trained(split: str) -> tuple[State, list[Update]]:
         trainer = made(compose([*overrides, split])).trainer
         start = trainer.first_state()
-        context = RoundContext(round=1, rounds=1, epochs=1, seed=trainer.seed, global_state=start, batchnorm="average")
-        return start.weights, list(SerialEngine(trainer).run(context, range(CLIENTS), lambda client: None))
+        context = RoundContext(
+            round=1, rounds=1, epochs=1, seed=trainer.seed, global_state=start, batchnorm="average"
+        )
+        return start.weights, list(
+            SerialEngine(trainer).run(context, range(CLIENTS), lambda client: None)
+        )
 
     return trained
 
@@ -89,7 +100,9 @@ def kind_of(name: str) -> str:
 
 
 def distance(a: State, b: State, kind: str) -> float:
-    names = [name for name, tensor in a.items() if tensor.is_floating_point() and kind_of(name) == kind]
+    names = [
+        name for name, tensor in a.items() if tensor.is_floating_point() and kind_of(name) == kind
+    ]
     return float(sum((a[name].double() - b[name].double()).square().sum() for name in names)) ** 0.5
 
 
@@ -119,12 +132,19 @@ def kept(federation: Any) -> dict[str, dict[str, tuple[float, float]]]:
     start, updates = federation("partition.kind=iid")
     honest = combined("mean", start, [update for update in updates if update.client != ATTACKER])
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    print("\n| rule |", " | ".join([*ATTACKS, "claim"]), "|  distance of weights / statistics from the honest mean")
+    print(
+        "\n| rule |",
+        " | ".join([*ATTACKS, "claim"]),
+        "|  distance of weights / statistics from the honest mean",
+    )
     for rule in RULES:
         found[rule] = {}
         for attack in (*ATTACKS, "claim"):
             result = combined(rule, start, attacked(updates, start, attack))
-            found[rule][attack] = off(result, honest, start, "weights"), off(result, honest, start, "statistics")
+            found[rule][attack] = (
+                off(result, honest, start, "weights"),
+                off(result, honest, start, "statistics"),
+            )
         print(f"| {rule} |", " | ".join(f"{w:.2f} / {s:.2f}" for w, s in found[rule].values()), "|")
     return found
 
@@ -137,7 +157,9 @@ def test_the_mean_is_ruined(kept: Any) -> None:
     assert kept["mean"]["x1000"][0] > 100
     assert kept["mean"]["random"][0] > 100
     assert kept["mean"]["sign flip"][0] == pytest.approx(2 / 7, rel=0.1)
-    assert kept["mean"]["claim"][0] == pytest.approx(2, rel=0.1)  # It is the attacker's: as far back as forth.
+    assert kept["mean"]["claim"][0] == pytest.approx(
+        2, rel=0.1
+    )  # It is the attacker's: as far back as forth.
 
 
 def test_clipping_bounds_what_one_client_can_do(kept: Any) -> None:
@@ -145,11 +167,15 @@ def test_clipping_bounds_what_one_client_can_do(kept: Any) -> None:
     for attack in ("x1000", "random"):
         assert max(kept["clip"][attack]) < 0.6
     assert kept["clip"]["sign flip"] == kept["mean"]["sign flip"]
-    assert kept["clip"]["claim"] == kept["mean"]["claim"]  # Claims are not bounded: aggregate.max_share is for that.
+    assert (
+        kept["clip"]["claim"] == kept["mean"]["claim"]
+    )  # Claims are not bounded: aggregate.max_share is for that.
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed"])
-def test_the_median_and_the_trimmed_mean_do_not_care_how_far_off_an_attack_is(kept: Any, rule: str) -> None:
+def test_the_median_and_the_trimmed_mean_do_not_care_how_far_off_an_attack_is(
+    kept: Any, rule: str
+) -> None:
     for attack in (*ATTACKS, "claim"):
         assert kept[rule][attack][0] < 0.5
         assert kept[rule][attack][1] < 0.05
@@ -176,10 +202,17 @@ def test_an_attack_on_the_weights_alone_is_bounded_too(federation: Any) -> None:
     honest = combined("mean", start, [update for update in updates if update.client != ATTACKER])
     changed = scaled(10)(updates[ATTACKER].state.weights, start)
     honest_part = updates[ATTACKER].state.weights
-    mixed = {name: changed[name] if kind_of(name) == "weights" else t for name, t in honest_part.items()}
+    mixed = {
+        name: changed[name] if kind_of(name) == "weights" else t for name, t in honest_part.items()
+    }
     state = GlobalState(weights=mixed)
-    bad = [replace(update, state=state) if update.client == ATTACKER else update for update in updates]
-    way = {kind: distance(updates[ATTACKER].state.weights, start, kind) for kind in ("weights", "statistics")}
+    bad = [
+        replace(update, state=state) if update.client == ATTACKER else update for update in updates
+    ]
+    way = {
+        kind: distance(updates[ATTACKER].state.weights, start, kind)
+        for kind in ("weights", "statistics")
+    }
     assert way["statistics"] > 10 * way["weights"]
     assert off(combined("mean", start, bad), honest, start, "weights") > 1.5
     assert off(combined("clip", start, bad), honest, start, "weights") < 0.5
@@ -190,7 +223,9 @@ def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
     """Off the mean of all seven honest clients: rules that leave some out pay more the more the clients differ."""
     splits = ("partition.kind=iid", "partition.beta=0.5", "partition.beta=0.1")
     cost: dict[str, list[float]] = {}
-    print("\n| rule |", " | ".join(splits), "|  distance of weights / statistics from the mean of all")
+    print(
+        "\n| rule |", " | ".join(splits), "|  distance of weights / statistics from the mean of all"
+    )
     for rule in RULES:
         both = []
         for split in splits:
@@ -203,14 +238,18 @@ def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
     assert cost["clip"] == [0, 0, 0]  # Nobody was twice the median.
     for rule in ("median", "trimmed", "krum"):
         assert 0 < cost[rule][0] < cost[rule][2]
-    assert all(trimmed < median for trimmed, median in zip(cost["trimmed"], cost["median"], strict=True))
+    assert all(
+        trimmed < median for trimmed, median in zip(cost["trimmed"], cost["median"], strict=True)
+    )
 
 
 # --- through the trainer ----------------------------------------------------------------------------------------------
 
 
 def run(overrides: list[str], folder: Path, display: Watching | None = None) -> FederatedTrainer:
-    return fitted(compose([*overrides, "partition.kind=iid", f"run.dir={folder}"]), display or Watching())
+    return fitted(
+        compose([*overrides, "partition.kind=iid", f"run.dir={folder}"]), display or Watching()
+    )
 
 
 def saved(result: FederatedTrainer) -> State:
@@ -228,7 +267,9 @@ def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send]
     def sending(send: Send) -> list[list[int]]:
         asked: list[list[int]] = []
 
-        def answer(self: SerialEngine, context: RoundContext, clients: Any, memory_of: Any) -> Iterator[Update | Lost]:
+        def answer(
+            self: SerialEngine, context: RoundContext, clients: Any, memory_of: Any
+        ) -> Iterator[Update | Lost]:
             asked.append(list(clients))
             for client in clients:
                 honest = updates[client]
@@ -254,7 +295,10 @@ def test_a_run_uses_the_rule_and_names_whom_it_caught(
     expected, found = combined(rule, start, bad), saved(result)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert result.history[0]["clients"] == CLIENTS  # Well formed: nobody is dropped.
-    said = {"clip": "clipped from norm", "krum": "krum left out its weights; krum left out its statistics"}
+    said = {
+        "clip": "clipped from norm",
+        "krum": "krum left out its weights; krum left out its statistics",
+    }
     notes = [note for note in display.notes if "client" in note]
     assert all("round 1: client 2: " in note and said[rule] in note for note in notes)
     assert len(notes) == (rule in said)
@@ -272,12 +316,17 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
     def malicious(self: SerialEngine, context: RoundContext, *rest: Any) -> Iterator[Update | Lost]:
         for update in train(self, context, *rest):
             state = ATTACKS["x1000"](update.state.weights, context.global_state.weights)
-            yield replace(update, state=GlobalState(weights=state)) if update.client == ATTACKER else update
+            yield (
+                replace(update, state=GlobalState(weights=state))
+                if update.client == ATTACKER
+                else update
+            )
 
     monkeypatch.setattr(SerialEngine, "run", malicious)
     loss = {
         rule: run(
-            [*overrides, "federation.rounds=2", f"aggregate={rule}", "aggregate.max_growth=0"], tmp_path / rule
+            [*overrides, "federation.rounds=2", f"aggregate={rule}", "aggregate.max_growth=0"],
+            tmp_path / rule,
         ).history[-1]["loss"]
         for rule in ("mean", "clip")
     }
@@ -296,7 +345,9 @@ def with_weights(change: Callable[[State], State]) -> Callable[[Update], Update]
 
 MALFORMED: dict[str, Callable[[Update], Update]] = {
     "NaN or infinity": with_weights(lambda w: w | {CONV: w[CONV] * float("nan")}),
-    "1 tensors are missing": with_weights(lambda w: {name: t for name, t in w.items() if name != CONV}),
+    "1 tensors are missing": with_weights(
+        lambda w: {name: t for name, t in w.items() if name != CONV}
+    ),
     "1 tensors are unknown, e.g. backdoor": with_weights(lambda w: w | {"backdoor": torch.ones(1)}),
     "has shape (1,)": with_weights(lambda w: w | {CONV: torch.ones(1)}),
     "is torch.float16, expected torch.float32": with_weights(lambda w: w | {CONV: w[CONV].half()}),
@@ -318,7 +369,10 @@ def test_every_kind_of_bad_update_is_refused_by_name_and_the_round_completed(
         return kinds[update.client + 4 * (round - 1)][1](update) if update.client < 4 else update
 
     clients(send)
-    needed, display = [f"aggregate={rule}", "federation.min_clients=3", "federation.rounds=2"], Watching()
+    needed, display = (
+        [f"aggregate={rule}", "federation.min_clients=3", "federation.rounds=2"],
+        Watching(),
+    )
     result = run([*overrides, *needed], tmp_path / "run", display)
     assert [row["dropped"] for row in result.history] == [4, 4]
     for number, (reason, _) in enumerate(kinds):
@@ -337,7 +391,10 @@ def test_too_few_good_updates_pause_the_run_and_the_same_command_goes_on(
 ) -> None:
     three = [*overrides, "federation.rounds=3"]
     clients(lambda round, update: negative(update) if round == 2 and update.client < 3 else update)
-    with pytest.raises(UserError, match=r"round 2 has 4 good updates, .*min_clients=5; round 1 is saved.*same command"):
+    with pytest.raises(
+        UserError,
+        match=r"round 2 has 4 good updates, .*min_clients=5; round 1 is saved.*same command",
+    ):
         run(three, tmp_path / "run")
     asked = clients(lambda round, update: update)
     assert [row["round"] for row in run(three, tmp_path / "run").history] == [1, 2, 3]
@@ -353,11 +410,22 @@ def test_a_client_is_not_asked_any_more_after_bad_updates_in_a_row(
     """
 
     def send(round: int, update: Update) -> Update:
-        return negative(update) if update.client == 1 or (update.client == 2 and round in (1, 3, 4)) else update
+        return (
+            negative(update)
+            if update.client == 1 or (update.client == 2 and round in (1, 3, 4))
+            else update
+        )
 
     asked, display = clients(send), Watching()
     run([*overrides, "federation.rounds=6", "aggregate.quarantine=2"], tmp_path / "run", display)
-    assert [[client for client in (1, 2) if client in who] for who in asked] == [[1, 2], [1, 2], [2], [2], [], []]
+    assert [[client for client in (1, 2) if client in who] for who in asked] == [
+        [1, 2],
+        [1, 2],
+        [2],
+        [2],
+        [],
+        [],
+    ]
     told = [note for note in display.notes if "aggregate.quarantine=2" in note]
     assert [note.rpartition(": ")[2] for note in told] == ["client 1", "client 1, client 2"]
 
@@ -393,7 +461,9 @@ def test_strikes_outlive_an_interruption_and_a_mended_client_can_be_asked_again(
 def test_a_client_whose_machine_failed_gets_no_strike_and_one_that_answers_nonsense_does(
     fault: bool, clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
-    asked = clients(lambda round, update: Lost(1, "it is gone", fault) if update.client == 1 else update)
+    asked = clients(
+        lambda round, update: Lost(1, "it is gone", fault) if update.client == 1 else update
+    )
     display = Watching()
     run([*overrides, "federation.rounds=2", "aggregate.quarantine=1"], tmp_path / "run", display)
     assert (1 in asked[1]) != fault

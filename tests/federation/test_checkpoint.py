@@ -12,7 +12,10 @@ from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 from fedx_pl.files import write_atomically
 
-STATE = {"w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last), "n": torch.tensor(3)}
+STATE = {
+    "w": torch.arange(6.0).reshape(1, 2, 3, 1).to(memory_format=torch.channels_last),
+    "n": torch.tensor(3),
+}
 
 
 def update(memory: ClientMemory) -> Update:
@@ -28,7 +31,9 @@ def update(memory: ClientMemory) -> Update:
 
 
 def save_round(checkpoints: Checkpoints, number: int, value: float = 0.0) -> RunState:
-    memory = ClientMemory(private={"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2)
+    memory = ClientMemory(
+        private={"queue": torch.full((2,), value)}, last_round=number, steps=7, epochs=2
+    )
     record = checkpoints.save_client(update(memory))
     state = RunState(
         round=number,
@@ -37,7 +42,9 @@ def save_round(checkpoints: Checkpoints, number: int, value: float = 0.0) -> Run
         clients={0: record},
         seconds=1.5,
     )
-    checkpoints.commit(state, GlobalState(weights={name: tensor + number for name, tensor in STATE.items()}))
+    checkpoints.commit(
+        state, GlobalState(weights={name: tensor + number for name, tensor in STATE.items()})
+    )
     return state
 
 
@@ -62,7 +69,9 @@ def test_a_killed_round_leaves_the_private_state_of_the_one_before(tmp_path: Pat
     """Round 2 is killed after its client was saved and before it was committed."""
     checkpoints = Checkpoints(tmp_path)
     save_round(checkpoints, 1, value=1.0)
-    checkpoints.save_client(update(ClientMemory(private={"queue": torch.full((2,), 2.0)}, last_round=2)))
+    checkpoints.save_client(
+        update(ClientMemory(private={"queue": torch.full((2,), 2.0)}, last_round=2))
+    )
     reopened = Checkpoints(tmp_path)
     state, _ = reopened.latest()
     assert state.round == 1
@@ -73,7 +82,10 @@ def test_only_the_newest_rounds_and_their_client_files_stay(tmp_path: Path) -> N
     checkpoints = Checkpoints(tmp_path, keep=2)
     for number in range(1, 6):
         save_round(checkpoints, number)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round_00004", "round_00005"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "round_00004",
+        "round_00005",
+    ]
     assert len(list((tmp_path / "clients").iterdir())) == 2
 
 
@@ -83,7 +95,9 @@ def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState
     for number, accuracy in enumerate(accuracies, start=1):
         memory = ClientMemory(private={"queue": torch.full((2,), float(number))}, last_round=number)
         rows.append({"round": number, "linear_top1": accuracy})
-        state = RunState(round=number, rows=list(rows), clients={0: checkpoints.save_client(update(memory))})
+        state = RunState(
+            round=number, rows=list(rows), clients={0: checkpoints.save_client(update(memory))}
+        )
         checkpoints.commit(state, GlobalState(weights=STATE))
     return state
 
@@ -116,7 +130,9 @@ def test_without_a_best_round_nothing_is_kept_for_it_and_of_a_damaged_one_all(
 def test_an_unknown_round_is_answered_with_all_that_can_be_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     save_measured(checkpoints, [10.0, 50.0, 20.0, 30.0])
-    with pytest.raises(UserError, match=r"no checkpoint of round 1 .*there are: 2, 3, 4\. .*and the best"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint of round 1 .*there are: 2, 3, 4\. .*and the best"
+    ):
         checkpoints.read(1)
 
 
@@ -124,14 +140,18 @@ def test_the_private_state_of_an_absent_client_stays(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     first = save_round(checkpoints, 1, value=1.0)
     for number in range(2, 6):
-        checkpoints.commit(RunState(round=number, clients=first.clients), GlobalState(weights=STATE))
+        checkpoints.commit(
+            RunState(round=number, clients=first.clients), GlobalState(weights=STATE)
+        )
     state, _ = checkpoints.latest()
     assert state.clients == first.clients
     assert checkpoints.load_client(0, state.clients[0]).private["queue"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "json", "missing"])
-def test_a_damaged_newest_round_falls_back_to_the_one_before_loudly(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_newest_round_falls_back_to_the_one_before_loudly(
+    tmp_path: Path, damage: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     save_round(checkpoints, 1)
     save_round(checkpoints, 2)
@@ -155,7 +175,9 @@ def test_a_damaged_newest_round_falls_back_to_the_one_before_loudly(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["missing", "flipped"])
-def test_a_damaged_client_file_is_named_and_never_replaced_by_nothing(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_client_file_is_named_and_never_replaced_by_nothing(
+    tmp_path: Path, damage: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     state = save_round(checkpoints, 1)
     (file,) = (tmp_path / "clients").iterdir()
@@ -175,7 +197,9 @@ def test_state_is_plain_json(tmp_path: Path) -> None:
     assert manifest["clients"]["0"]["bytes"] > 0
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "metrics.csv"
     write_atomically(file, b"old")
 

@@ -66,7 +66,9 @@ def test_counters_go_on_over_rounds() -> None:
     model = make_model(SimCLR)
     first = train(model, data_for(model), epochs=2)
     assert (first.memory.steps, first.memory.epochs, first.memory.last_round) == (10, 2, 1)
-    second = train(model, data_for(model), state=first.state.weights, memory=first.memory, round=4, epochs=2)
+    second = train(
+        model, data_for(model), state=first.state.weights, memory=first.memory, round=4, epochs=2
+    )
     assert (second.memory.steps, second.memory.epochs, second.memory.last_round) == (20, 4, 4)
 
 
@@ -91,9 +93,12 @@ def test_the_relation_batch_is_independent_of_the_batch_and_cycles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "steps", "size"), [(40, 5, 8), (47, 5, 8), (8, 1, 8), (7, 1, 7), (1, 1, 2), (15, 1, 8)]
+    ("images", "steps", "size"),
+    [(40, 5, 8), (47, 5, 8), (8, 1, 8), (7, 1, 7), (1, 1, 2), (15, 1, 8)],
 )
-def test_batches_have_one_shape_and_small_clients_one_batch(images: int, steps: int, size: int) -> None:
+def test_batches_have_one_shape_and_small_clients_one_batch(
+    images: int, steps: int, size: int
+) -> None:
     data = make_data(images=images)
     batches = list(data.epoch(0))
     assert len(data) == len(batches) == steps
@@ -118,13 +123,23 @@ def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
     mine = train(model, data_for(model), batchnorm="local")
     kept = "backbone.bn1.running_mean"
     assert kept in mine.memory.batchnorm
-    other = {name: torch.zeros_like(t) if "running_mean" in name else t for name, t in mine.state.weights.items()}
+    other = {
+        name: torch.zeros_like(t) if "running_mean" in name else t
+        for name, t in mine.state.weights.items()
+    }
     before = mine.memory.batchnorm[kept].clone()
     seen = []
     model.on_round_start = lambda: seen.append(model.backbone.bn1.running_mean.clone())
     train(model, data_for(model), state=other, memory=mine.memory, round=2, batchnorm="local")
     torch.testing.assert_close(seen[0], before, rtol=0, atol=0)
-    train(model, data_for(model), state=other, memory=ClientMemory(last_round=1), round=2, batchnorm="average")
+    train(
+        model,
+        data_for(model),
+        state=other,
+        memory=ClientMemory(last_round=1),
+        round=2,
+        batchnorm="average",
+    )
     assert seen[1].abs().sum() == 0
 
 
@@ -138,9 +153,9 @@ def test_every_step_is_told() -> None:
         global_state=GlobalState(weights=model.shared_state()),
         batchnorm="average",
     )
-    LocalTrainer(model, device=torch.device("cpu"), precision="32-true", tick=lambda: ticks.append(1)).run(
-        context, client=0, data=data_for(model), memory=None
-    )
+    LocalTrainer(
+        model, device=torch.device("cpu"), precision="32-true", tick=lambda: ticks.append(1)
+    ).run(context, client=0, data=data_for(model), memory=None)
     assert len(ticks) == 2 * 5
 
 
@@ -151,12 +166,16 @@ class Installed(pl.Callback):
         return {"seen": 1}
 
 
-def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A package may bring one by an entry point; Lightning puts it into the list that it is given."""
     monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda group: [Installed()])
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, device=torch.device("cpu"))
-    context = RoundContext(round=1, rounds=10, epochs=1, seed=0, global_state=GlobalState(weights=model.shared_state()))
+    context = RoundContext(
+        round=1, rounds=10, epochs=1, seed=0, global_state=GlobalState(weights=model.shared_state())
+    )
     for client in (0, 1):
         trainer.run(context, client=client, data=data_for(model, images=8))
         assert sum(isinstance(callback, Installed) for callback in model.trainer.callbacks) == 1
@@ -187,14 +206,19 @@ def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
     scale = first.memory.loss_scale | {"scale": torch.tensor(1024.0)}
     context = replace(context, round=2)
     later = trainer.run(
-        context, client=0, data=data_for(model, images=8), memory=replace(first.memory, loss_scale=scale)
+        context,
+        client=0,
+        data=data_for(model, images=8),
+        memory=replace(first.memory, loss_scale=scale),
     )
     assert later.memory.loss_scale["scale"] == 1024.0
     newcomer = trainer.run(context, client=1, data=data_for(model, images=8), memory=None)
     assert newcomer.memory.loss_scale["scale"] == INITIAL_SCALE
 
 
-def test_lightning_says_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+def test_lightning_says_nothing(
+    capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
     model = make_model(wrap(FedXMixin, BYOL))
     first = train(model, data_for(model))
@@ -216,7 +240,10 @@ class TwoGroups(SimCLR):
         ]
         optimizer = torch.optim.AdamW(groups if self.backbone_first else groups[::-1])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 @pytest.mark.parametrize("backbone_first", [True, False])

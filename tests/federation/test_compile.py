@@ -13,7 +13,9 @@ from fedx_pl.methods import BYOL
 from fedx_pl.mixins import FedXMixin, FedXOptions, wrap
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"
+    ),
     pytest.mark.slow,
 ]
 
@@ -25,20 +27,34 @@ def test_compiled_networks_give_the_same_losses_and_are_compiled_once(relation: 
     Both ways start each round from the same state; two steps are compared: rounding grows with every step.
     """
     losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    first = make_model(wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16)).shared_state()
+    first = make_model(
+        wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16)
+    ).shared_state()
     states = [GlobalState(weights=first)]
     for compile in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = make_model(wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16))
-        trainer = LocalTrainer(model, device=torch.device("cpu"), precision="32-true", compile=compile)
+        model = make_model(
+            wrap(FedXMixin, BYOL), fedx=FedXOptions(relation=relation, queue_size=16)
+        )
+        trainer = LocalTrainer(
+            model, device=torch.device("cpu"), precision="32-true", compile=compile
+        )
         compiled = []
         for round in (1, 2, 3):
             context = RoundContext(
-                round=round, rounds=3, epochs=1, seed=0, global_state=states[round - 1], batchnorm="average"
+                round=round,
+                rounds=3,
+                epochs=1,
+                seed=0,
+                global_state=states[round - 1],
+                batchnorm="average",
             )
             updates = [
-                trainer.run(context, client=c, data=data_for(model, images=40 + c, seed=c), memory=None) for c in (0, 1)
+                trainer.run(
+                    context, client=c, data=data_for(model, images=40 + c, seed=c), memory=None
+                )
+                for c in (0, 1)
             ]
             losses[compile] += [update.losses[:2] for update in updates]
             states.append(updates[0].state)  # The eager ones come first, and are used both times.

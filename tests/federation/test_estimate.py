@@ -47,7 +47,9 @@ def two_rounds(run: Run) -> list[Update]:
             global_state=state,
             batchnorm=trainer.batchnorm,
         )
-        updates.append(local.run(context, client=0, data=trainer.client_data(0, round_number), memory=memory))
+        updates.append(
+            local.run(context, client=0, data=trainer.client_data(0, round_number), memory=memory)
+        )
         state, memory = updates[-1].state, updates[-1].memory
     return updates
 
@@ -81,7 +83,9 @@ def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
             assert all(torch.equal(state[name], same[name]) for name in state)
 
 
-def test_a_whole_run_after_an_estimate_is_equal_to_one_without(tiny: list[str], tmp_path: Path) -> None:
+def test_a_whole_run_after_an_estimate_is_equal_to_one_without(
+    tiny: list[str], tmp_path: Path
+) -> None:
     ends = []
     for name in ("estimated", "plain"):
         run = made(compose([*tiny, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"]))
@@ -169,7 +173,12 @@ def test_whatever_a_loss_changes_is_put_back(tiny: list[str]) -> None:
     before = state_of(model)
     assert run.trainer.estimate_seconds() > 0
     assert model.calls == 0
-    assert (model.history, list(model.recent), model.recent.maxlen, model.seen) == ([0.5], [1], 2, {1})
+    assert (model.history, list(model.recent), model.recent.maxlen, model.seen) == (
+        [0.5],
+        [1],
+        2,
+        {1},
+    )
     assert model.table.keys() == {"mean"}
     assert model.table["mean"].sum() == model.hidden.sum() == model.array.sum() == 0
     assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(5).get_state())
@@ -206,7 +215,14 @@ def test_a_method_with_a_head_that_cannot_be_deep_copied_trains(
 ) -> None:
     (tmp_path / "dino_of_a_test.py").write_text(DINO)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["train", *tiny, "method=dino_of_a_test:Dino", "optim.lr=0.001", *added, f"run.dir={tmp_path / 'run'}"]
+    words = [
+        "train",
+        *tiny,
+        "method=dino_of_a_test:Dino",
+        "optim.lr=0.001",
+        *added,
+        f"run.dir={tmp_path / 'run'}",
+    ]
     assert main([*words, "--dry-run"]) == 0
     assert main(words) == 0
     assert (tmp_path / "run" / "encoder.safetensors").exists()
@@ -225,7 +241,9 @@ class Prepared(SimCLR):
 
 def test_a_loss_that_needs_a_hook_is_estimated_by_its_network_and_says_so(tiny: list[str]) -> None:
     run = made(compose([*tiny, f"method={__name__}:Prepared"]))
-    with pytest.warns(UserWarning, match=r"Prepared\.loss\(\) does not run outside a round \(AttributeError"):
+    with pytest.warns(
+        UserWarning, match=r"Prepared\.loss\(\) does not run outside a round \(AttributeError"
+    ):
         assert run.trainer.estimate_seconds() > 0
     assert not hasattr(run.model, "weight")
 

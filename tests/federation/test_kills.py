@@ -19,7 +19,11 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-METHODS = [(method, fedx) for method in ("simclr", "moco", "byol", "protocl", "fedu") for fedx in ("false", "true")]
+METHODS = [
+    (method, fedx)
+    for method in ("simclr", "moco", "byol", "protocl", "fedu")
+    for fedx in ("false", "true")
+]
 KILLS = int(os.environ.get("FEDX_KILLS", "30"))  # in all
 TIMES = {
     "train_seconds",
@@ -88,28 +92,40 @@ def outcome(folder: Path) -> dict[str, Any]:
     rows = [{key: value for key, value in row.items() if key not in TIMES} for row in state["rows"]]
     metrics = json.loads((folder / "metrics.json").read_text())["rounds"]
     best = json.loads((folder / "checkpoints" / "best" / "state.json").read_text())["round"]
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    events = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"scalars": 0}, purge_orphaned_data=False
+    )
     events.Reload()
     curves = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith(("system/share_", "system/memory_", "system/images_", "system/round_"))
+        if not tag.startswith(
+            ("system/share_", "system/memory_", "system/images_", "system/round_")
+        )
     }
     files = {str(file.relative_to(folder)): file for file in folder.rglob("*.safetensors")}
-    weights = {name: {key: t.tolist() for key, t in load_file(file).items()} for name, file in files.items()}
+    weights = {
+        name: {key: t.tolist() for key, t in load_file(file).items()}
+        for name, file in files.items()
+    }
     return {
         "rows": rows,
         "csv": len((folder / "metrics.csv").read_text().splitlines()),
-        "metrics": [{key: value for key, value in row.items() if key not in TIMES} for row in metrics],
+        "metrics": [
+            {key: value for key, value in row.items() if key not in TIMES} for row in metrics
+        ],
         "untrained": state["untrained"],
         "clients": state["clients"],
         "best": best,
         "curves": curves,
         "projector": {
-            file.name: file.read_bytes() for file in (folder / "tensorboard" / "00000").rglob("*") if file.is_file()
+            file.name: file.read_bytes()
+            for file in (folder / "tensorboard" / "00000").rglob("*")
+            if file.is_file()
         },
         "weights": weights,
-        "left over": sorted(p.name for p in folder.rglob("*.tmp")) + sorted(p.name for p in folder.glob("pending")),
+        "left over": sorted(p.name for p in folder.rglob("*.tmp"))
+        + sorted(p.name for p in folder.glob("pending")),
     }
 
 
@@ -150,14 +166,18 @@ def test_a_killed_run_ends_as_if_it_had_been_left_in_peace(
                 status = nursery.end()
             else:
                 call, how = draw.choice(["fsync", "replace"]), draw.choice(["kill", "kill after"])
-                status = nursery.run(disturbed, {"call": call, "number": draw.randint(1, 45), "how": how})
+                status = nursery.run(
+                    disturbed, {"call": call, "number": draw.randint(1, 45), "how": how}
+                )
             assert status in (0, -signal.SIGKILL, -signal.SIGTERM, 3), status
             kills += status != 0
         assert_same(outcome(folder), expected)
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_and_nothing_is_lost(nursery: Nursery, small: list[str], tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_nothing_is_lost(
+    nursery: Nursery, small: list[str], tmp_path: Path
+) -> None:
     words = [*small, "method=byol"]
     assert nursery.run([*words, f"run.dir={tmp_path / 'peace'}"]) == 0
     folder = tmp_path / "full"
@@ -169,14 +189,26 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(nursery: Nursery, small: 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_the_last_finished_client(nursery: Nursery, small: list[str], tmp_path: Path) -> None:
+def test_a_run_goes_on_after_the_last_finished_client(
+    nursery: Nursery, small: list[str], tmp_path: Path
+) -> None:
     """Killed when two clients of the first round have saved their updates: only the third trains again."""
-    words = [*small, "method=byol", "federation.fraction=1", "federation.rounds=1", f"run.dir={tmp_path / 'run'}"]
+    words = [
+        *small,
+        "method=byol",
+        "federation.fraction=1",
+        "federation.rounds=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     fault = {"call": "replace", "file": "pending/00002.safetensors", "number": 1, "how": "kill"}
     assert nursery.run(words, fault) == -signal.SIGKILL
     assert (tmp_path / "run" / "pending" / "journal.jsonl").read_text().count("\n") == 2
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run" / "clients").iterdir()}
+    before = {
+        file.name: file.stat().st_mtime_ns for file in (tmp_path / "run" / "clients").iterdir()
+    }
     assert nursery.run(words) == 0
-    after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run" / "clients").iterdir()}
+    after = {
+        file.name: file.stat().st_mtime_ns for file in (tmp_path / "run" / "clients").iterdir()
+    }
     assert len(before) == len(after) == 3
     assert [name for name in sorted(before) if before[name] != after[name]] == [sorted(before)[2]]

@@ -38,7 +38,9 @@ def states(*moved: float) -> tuple[State, State]:
     return {"w": before["w"] + by[:1], "b": before["b"] + by[1:], "steps": torch.tensor(9)}, before
 
 
-def noised(options: PrivacyOptions, size: int = 40_000, seed: int | None = 0, name: str = "w") -> np.ndarray:
+def noised(
+    options: PrivacyOptions, size: int = 40_000, seed: int | None = 0, name: str = "w"
+) -> np.ndarray:
     """Noise alone: of an update that did not move from 0."""
     zero = {name: torch.zeros(size)}
     return protect(zero, zero, options, seed)[0][name].double().numpy()
@@ -80,7 +82,9 @@ def test_a_failed_training_shows_without_noise_and_not_with_it(bad: float) -> No
     after, before = states(bad, 4.0)
     assert not protect(after, before, PrivacyOptions(clip=1.0), seed=0)[0]["w"].isfinite()
     options = PrivacyOptions(clip=1.0, noise=1.0)
-    assert torch.equal(protect(after, before, options, 0)[0]["w"], protect(before, before, options, 0)[0]["w"])
+    assert torch.equal(
+        protect(after, before, options, 0)[0]["w"], protect(before, before, options, 0)[0]["w"]
+    )
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -103,7 +107,9 @@ def test_noise_comes_on_top_of_the_clipped_update(clip: float, share: float) -> 
     """What an update ends as minus what none ends as, with the same noise: half of a long one, all of a short one."""
     after, before = states()
     options = PrivacyOptions(clip=clip, noise=1.0)
-    (moved, told), (still, _) = (protect(state, before, options, seed=1) for state in (after, before))
+    (moved, told), (still, _) = (
+        protect(state, before, options, seed=1) for state in (after, before)
+    )
     assert moved["w"].item() - still["w"].item() == pytest.approx(3 * share, abs=1e-5)
     assert moved["b"].item() - still["b"].item() == pytest.approx(4 * share, abs=1e-5)
     assert moved["steps"].item() == 9
@@ -127,13 +133,17 @@ def test_secret_noise_has_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (first == noised(options, 100, seed=None)).any()
     for byte, sign in ((b"\x00", -1), (b"\xff", 1)):
         monkeypatch.setattr(os, "urandom", lambda count, byte=byte: byte * count)
-        assert noised(options, 1, seed=None).item() == pytest.approx(sign * -norm.ppf(2.0**-53), rel=1e-6)
+        assert noised(options, 1, seed=None).item() == pytest.approx(
+            sign * -norm.ppf(2.0**-53), rel=1e-6
+        )
 
 
 def test_a_variance_stays_positive() -> None:
     """Noise of deviation 1 on variances of 0 makes half of them negative; a running mean may be so."""
     options = PrivacyOptions(clip=1.0, noise=1.0)
-    variances, means = (noised(options, 1000, name=f"bn.running_{kind}") for kind in ("var", "mean"))
+    variances, means = (
+        noised(options, 1000, name=f"bn.running_{kind}") for kind in ("var", "mean")
+    )
     assert variances.min() == pytest.approx(1e-5)
     np.testing.assert_array_equal(variances[means > 1e-5], means[means > 1e-5])
     assert (means < 0).sum() > 400
@@ -142,10 +152,14 @@ def test_a_variance_stays_positive() -> None:
 # --- a client ---------------------------------------------------------------------------------------------------------
 
 
-def train(privacy: PrivacyOptions | None, round: int = 1, client: int = 0, seed: int = 0, **options: Any) -> Update:
+def train(
+    privacy: PrivacyOptions | None, round: int = 1, client: int = 0, seed: int = 0, **options: Any
+) -> Update:
     """A client whose training does not depend on seed, round or client: only the noise can."""
     model = make_model(SimCLR)
-    trainer = LocalTrainer(model, device=torch.device("cpu"), precision="32-true", privacy=privacy, **options)
+    trainer = LocalTrainer(
+        model, device=torch.device("cpu"), precision="32-true", privacy=privacy, **options
+    )
     return trainer.run(
         RoundContext(
             round=round,
@@ -162,13 +176,20 @@ def train(privacy: PrivacyOptions | None, round: int = 1, client: int = 0, seed:
 
 
 def distance(a: State, b: State) -> float:
-    squares = [(a[name].double() - b[name].double()).square().sum() for name in a if a[name].is_floating_point()]
+    squares = [
+        (a[name].double() - b[name].double()).square().sum()
+        for name in a
+        if a[name].is_floating_point()
+    ]
     return math.sqrt(sum(squares))
 
 
 def test_under_noise_a_client_does_not_tell_how_its_embeddings_turned() -> None:
     assert "angle" in train(PrivacyOptions(clip=1.0), callbacks=[Angle(clients=1)]).metrics
-    assert "angle" not in train(PrivacyOptions(clip=1.0, noise=1.0), callbacks=[Angle(clients=1)]).metrics
+    assert (
+        "angle"
+        not in train(PrivacyOptions(clip=1.0, noise=1.0), callbacks=[Angle(clients=1)]).metrics
+    )
 
 
 def test_a_client_s_update_is_clipped_as_a_whole() -> None:
@@ -180,7 +201,9 @@ def test_a_client_s_update_is_clipped_as_a_whole() -> None:
     assert clipped.metrics["update_norm"] == pytest.approx(3 * bound)
     name = "backbone.bn1.running_mean"
     moved = (plain.state.weights[name] - before[name]) / 3
-    torch.testing.assert_close(clipped.state.weights[name] - before[name], moved, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        clipped.state.weights[name] - before[name], moved, rtol=1e-4, atol=1e-6
+    )
     counter = "backbone.bn1.num_batches_tracked"
     assert clipped.state.weights[counter] == plain.state.weights[counter] == 5
 
@@ -189,7 +212,9 @@ def test_what_stays_with_the_client_is_not_noised() -> None:
     kept = []
     for privacy in (None, PrivacyOptions(clip=1.0, noise=1.0)):
         model = make_model(BYOL)
-        trainer = LocalTrainer(model, device=torch.device("cpu"), precision="32-true", privacy=privacy)
+        trainer = LocalTrainer(
+            model, device=torch.device("cpu"), precision="32-true", privacy=privacy
+        )
         context = RoundContext(
             round=1,
             rounds=10,
@@ -244,7 +269,9 @@ def exact(sigma: float, rounds: int, delta: float) -> float:
 @needs_accountant
 @pytest.mark.parametrize("noise", [2.0, 10.0, 40.0])
 @pytest.mark.parametrize("rounds", [1, 50])
-def test_epsilon_lies_between_the_exact_value_and_the_classical_bound(noise: float, rounds: int) -> None:
+def test_epsilon_lies_between_the_exact_value_and_the_classical_bound(
+    noise: float, rounds: int
+) -> None:
     """Updates of norm C at most are at most 2C apart: the noise multiplier is half of `privacy.noise`."""
     found = epsilon(noise, rounds, delta=1e-5)
     assert exact(noise / 2, rounds, 1e-5) <= found <= closed_form(noise / 2, rounds, 1e-5)
@@ -261,7 +288,11 @@ def test_epsilon_of_one_known_case() -> None:
 @needs_accountant
 def test_different_noise_composes_as_one_gaussian_mechanism() -> None:
     """Twice 6 and once 3 are 2/36 + 1/9 = 1/6, so as much as once sqrt(6); 3 and 4 are 25/144, so once 12/5."""
-    for answers, noise in (({6.0: 2, 3.0: 1}, math.sqrt(6)), ({3.0: 1, 4.0: 1}, 2.4), ({2.0: 4}, 1.0)):
+    for answers, noise in (
+        ({6.0: 2, 3.0: 1}, math.sqrt(6)),
+        ({3.0: 1, 4.0: 1}, 2.4),
+        ({2.0: 4}, 1.0),
+    ):
         assert composed_epsilon(answers, 1e-5) == pytest.approx(epsilon(noise, 1, 1e-5), rel=1e-9)
 
 
@@ -301,7 +332,9 @@ def test_what_cannot_protect_is_refused(words: list[str], message: str) -> None:
         compose(words)
 
 
-def test_a_plan_without_the_accountant_is_refused(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_the_accountant_is_refused(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before a round is trained; clipping alone needs none."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     words = [*tiny, "privacy.clip=1"]
@@ -313,7 +346,9 @@ def test_a_plan_without_the_accountant_is_refused(tiny: list[str], monkeypatch: 
 
 def test_scaffold_is_refused(tiny: list[str]) -> None:
     """Its control variates leave beside the weights."""
-    with pytest.raises(UserError, match=r"privacy.clip=1.0 .*regularizer=scaffold.* type regularizer=fedprox"):
+    with pytest.raises(
+        UserError, match=r"privacy.clip=1.0 .*regularizer=scaffold.* type regularizer=fedprox"
+    ):
         made(compose([*tiny, "privacy.clip=1", "regularizer=scaffold"]))
 
 
@@ -321,7 +356,10 @@ def test_scaffold_is_refused(tiny: list[str]) -> None:
 def test_a_run_over_its_budget_does_not_start(tiny: list[str]) -> None:
     """Noise 10: 3 rounds spend 1.45, 4 spend 1.69 and 5 spend 1.91 (exact: 1.33, 1.55, 1.76)."""
     words = [*tiny, "privacy.clip=1", "privacy.noise=10", "federation.rounds=5"]
-    with pytest.raises(UserError, match=r"max_epsilon=1.5 .* spends in 5 rounds; type federation.rounds=3 or a larger"):
+    with pytest.raises(
+        UserError,
+        match=r"max_epsilon=1.5 .* spends in 5 rounds; type federation.rounds=3 or a larger",
+    ):
         made(compose([*words, "privacy.max_epsilon=1.5"]))
     with pytest.raises(UserError, match=r"type a larger privacy.noise"):
         made(compose([*words, "privacy.max_epsilon=0.1"]))
@@ -330,7 +368,13 @@ def test_a_run_over_its_budget_does_not_start(tiny: list[str]) -> None:
 
 @needs_accountant
 def test_sampled_clients_spend_only_when_they_are_chosen(tiny: list[str]) -> None:
-    words = [*tiny, "privacy.clip=1", "privacy.noise=10", "federation.fraction=0.3", "federation.rounds=9"]
+    words = [
+        *tiny,
+        "privacy.clip=1",
+        "privacy.noise=10",
+        "federation.fraction=0.3",
+        "federation.rounds=9",
+    ]
     trainer = made(compose(words)).trainer
     chosen = [trainer.choose_clients(round)[0] for round in range(1, 10)]
     most = max(chosen.count(client) for client in range(3))
@@ -364,7 +408,9 @@ def test_a_noised_federation_tells_what_it_spends(tiny: list[str], tmp_path: Pat
     """The same seed gives the same weights, as in every simulation."""
     words = [*tiny, "privacy.clip=0.01", "privacy.noise=2"]
     (result, end), (_, again) = (run(words, tmp_path / name) for name in ("a", "b"))
-    assert [row["epsilon"] for row in result.history] == [epsilon(2.0, round, 1e-5) for round in (1, 2)]
+    assert [row["epsilon"] for row in result.history] == [
+        epsilon(2.0, round, 1e-5) for round in (1, 2)
+    ]
     assert "epsilon" in (result.folder / "metrics.csv").read_text().splitlines()[0]
     assert "update_norm" not in result.history[0]
     assert all(torch.equal(end[name], again[name]) for name in end)

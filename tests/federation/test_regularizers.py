@@ -47,7 +47,9 @@ def two_steps(model: SSLMethod, **options: Any) -> Update:
 
 @pytest.mark.parametrize(("momentum", "expected"), [(0.0, 0.61), (0.9, 0.43)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_fedprox_pulls_back_towards_the_received_weights(momentum: float, expected: float, precision: str) -> None:
+def test_fedprox_pulls_back_towards_the_received_weights(
+    momentum: float, expected: float, precision: str
+) -> None:
     """p = 1, slope 2, lr .1, mu .5: the first step has no pull, p = 1 - .1 * 2 = .8; then g = 2 + .5 (.8 - 1) = 1.9.
 
     Without momentum p = .8 - .19 = .61; with momentum .9 the second step is .9 * 2 + 1.9 = 3.7, p = .8 - .37 = .43. In
@@ -74,11 +76,17 @@ def test_fedprox_stays_nearer_to_the_global_weights() -> None:
         model = make_model(SimCLR)
         before = model.shared_state()
         after = train(model, data_for(model), epochs=3, regularizer=FedProx(mu)).state.weights
-        moved.append(sum((after[n] - before[n]).square().sum() for n, _ in model.named_parameters()).sqrt().item())
+        moved.append(
+            sum((after[n] - before[n]).square().sum() for n, _ in model.named_parameters())
+            .sqrt()
+            .item()
+        )
     assert moved[1] < 0.8 * moved[0]
 
 
-def fold(regularizer: Regularizer, state: GlobalState, updates: list[Update], all_images: int) -> GlobalState:
+def fold(
+    regularizer: Regularizer, state: GlobalState, updates: list[Update], all_images: int
+) -> GlobalState:
     """What the trainer does with the updates of a round."""
     average = FedAvg(state.tensors())
     for update in updates:
@@ -106,7 +114,11 @@ def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, 
         updates = []
         for slope in (2.0, 4.0):
             model.slope = slope
-            updates.append(two_steps(model, state=state, memory=memory[slope], round=round, regularizer=scaffold))
+            updates.append(
+                two_steps(
+                    model, state=state, memory=memory[slope], round=round, regularizer=scaffold
+                )
+            )
             memory[slope] = updates[-1].memory
             ends[round, slope] = updates[-1].state.weights["p"].item()
         state = fold(scaffold, state, updates, all_images=32)
@@ -122,7 +134,9 @@ def test_scaffold_of_a_sampled_client_moves_the_server_by_its_share() -> None:
     """c_A goes from 0 to 2 at a client with a quarter of all images: c = .25 * 2."""
     model, scaffold = line(), Scaffold()
     state = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model))
-    state = fold(scaffold, state, [two_steps(model, state=state, regularizer=scaffold)], all_images=64)
+    state = fold(
+        scaffold, state, [two_steps(model, state=state, regularizer=scaffold)], all_images=64
+    )
     assert state.server["p"].item() == pytest.approx(0.5)
 
 
@@ -131,10 +145,16 @@ def test_scaffold_does_nothing_to_identical_clients() -> None:
     ends = []
     for scaffold in (Scaffold(), Regularizer()):
         model = make_model(SimCLR)
-        state, memory = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model)), None
+        state, memory = (
+            GlobalState(weights=model.shared_state(), server=scaffold.server_state(model)),
+            None,
+        )
         for round in (1, 2):
             data = data_for(model)
-            twins = [train(model, data, state=state, memory=memory, round=round, regularizer=scaffold) for _ in "ab"]
+            twins = [
+                train(model, data, state=state, memory=memory, round=round, regularizer=scaffold)
+                for _ in "ab"
+            ]
             memory = twins[0].memory
             state = fold(scaffold, state, twins, all_images=80)
         ends.append(state.weights)
@@ -144,7 +164,9 @@ def test_scaffold_does_nothing_to_identical_clients() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("fedx", [False, True])
 @pytest.mark.parametrize("regularizer", [FedProx(0.1), Scaffold()], ids=["fedprox", "scaffold"])
-def test_every_method_trains_with_every_regularizer(name: str, fedx: bool, regularizer: Regularizer) -> None:
+def test_every_method_trains_with_every_regularizer(
+    name: str, fedx: bool, regularizer: Regularizer
+) -> None:
     model = make_model(wrap(FedXMixin, BUILT_IN[name]) if fedx else BUILT_IN[name])
     data = data_for(model)
     state = GlobalState(weights=model.shared_state(), server=regularizer.server_state(model))
@@ -152,7 +174,9 @@ def test_every_method_trains_with_every_regularizer(name: str, fedx: bool, regul
     state = fold(regularizer, state, [first], all_images=40)
     second = train(model, data, state=state, memory=first.memory, round=2, regularizer=regularizer)
     assert second.losses.isfinite().all()
-    assert fold(regularizer, state, [second], all_images=40).tensors().keys() == state.tensors().keys()
+    assert (
+        fold(regularizer, state, [second], all_images=40).tensors().keys() == state.tensors().keys()
+    )
 
 
 def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> None:
@@ -162,17 +186,28 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
     stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
     stop_after_round_1(stopped)
     assert main(["train", *stopped]) == 0
-    ends = [load_file(tmp_path / d / "checkpoints/round_00002/global.safetensors") for d in ("whole", "stopped")]
+    ends = [
+        load_file(tmp_path / d / "checkpoints/round_00002/global.safetensors")
+        for d in ("whole", "stopped")
+    ]
     assert ends[0].keys() == ends[1].keys()
     assert any(name.startswith("server/") and ends[0][name].abs().sum() > 0 for name in ends[0])
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny: list[str], tmp_path: Path) -> None:
+def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(
+    tiny: list[str], tmp_path: Path
+) -> None:
     """After every round of a federation with clients of unequal size, of which two of three train: c = sum n_i c_i / N,
     with c_i = 0 for who has never trained. Uniform weights, or shares of the round's clients, would give another c."""
     run = tmp_path / "run"
-    words = [*tiny, "method=byol", "regularizer=scaffold", "federation.fraction=0.67", "partition.beta=0.5"]
+    words = [
+        *tiny,
+        "method=byol",
+        "regularizer=scaffold",
+        "federation.fraction=0.67",
+        "partition.beta=0.5",
+    ]
     config = compose([*words, f"run.dir={run}"])
     sizes = [len(rows) for rows in made(config).data.clients]
     assert len(set(sizes)) == 3
@@ -204,16 +239,26 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(tiny
 def test_an_ema_target_follows_the_corrected_step() -> None:
     """With momentum .99, after one step: .99 of the start and .01 of the returned weights, the correction of lr * c =
     .1 in them. Without it the target would be .001 off."""
-    model, scaffold = make_model(BUILT_IN["byol"], momentum=0.99, optim=OptimOptions(lr=0.1)), Scaffold()
+    model, scaffold = (
+        make_model(BUILT_IN["byol"], momentum=0.99, optim=OptimOptions(lr=0.1)),
+        Scaffold(),
+    )
     start = {name: tensor.clone() for name, tensor in model.shared_state().items()}
-    server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
+    server = {
+        name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()
+    }
     update = train(
-        model, data_for(model, images=8), state=GlobalState(weights=start, server=server), regularizer=scaffold
+        model,
+        data_for(model, images=8),
+        state=GlobalState(weights=start, server=server),
+        regularizer=scaffold,
     )
     assert len(update.losses) == 1
     name = "conv1.weight"
     expected = 0.99 * start[f"backbone.{name}"] + 0.01 * update.state.weights[f"backbone.{name}"]
-    torch.testing.assert_close(update.memory.private[f"target.0.{name}"], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        update.memory.private[f"target.0.{name}"], expected, rtol=0, atol=1e-5
+    )
 
 
 def stop_after_round_1(words: list[str]) -> None:
@@ -242,7 +287,10 @@ class OwnOptimizer(SimCLR):
             steps = self.trainer.estimated_stepping_batches
             return torch.optim.Adam([*own, *head], lr=1 / steps)
         rates = {"two rates": (0.1, 0.2), "sgd": (0.1, 0.1)}[self.kind]
-        groups = [{"params": own, "lr": rates[0]}, {"params": head, "lr": rates[1], "weight_decay": 0.0}]
+        groups = [
+            {"params": own, "lr": rates[0]},
+            {"params": head, "lr": rates[1], "weight_decay": 0.0},
+        ]
         return [torch.optim.SGD(groups, lr=1.0)], []
 
 
@@ -255,12 +303,22 @@ def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("adam", r"scaffold works with torch\.optim\.SGD only, OwnOptimizer\.configure_optimizers returns Adam;"),
-        ("two rates", r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*type regularizer=fedprox"),
+        (
+            "adam",
+            r"scaffold works with torch\.optim\.SGD only, OwnOptimizer\.configure_optimizers returns Adam;",
+        ),
+        (
+            "two rates",
+            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*type regularizer=fedprox",
+        ),
     ],
 )
 def test_scaffold_refuses_an_optimizer_it_does_not_fit_before_the_data_are_fetched(
-    own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, message: str
+    own_optimizer: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    message: str,
 ) -> None:
     """The data are not even there."""
     monkeypatch.setattr(OwnOptimizer, "kind", kind)
@@ -282,7 +340,9 @@ def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
     assert not any("dropped" in note for note in display.notes)
 
 
-def test_scaffold_takes_an_sgd_of_one_s_own(own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaffold_takes_an_sgd_of_one_s_own(
+    own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups may differ in all but the learning rate, which is then the one that is logged."""
     monkeypatch.setattr(OwnOptimizer, "kind", "sgd")
     display = Watching()
@@ -302,7 +362,9 @@ class Halved(Line):
 def test_scaffold_corrects_each_step_by_the_rate_that_the_step_had() -> None:
     """Slope 2, rates .1 and .05, c = 1, c_i = 0: p = 1 - .15 * 3 = .55, and c_i <- 0 - 1 + .45 / .15 = 2."""
     model, scaffold = make_model(Halved), Scaffold()
-    server = {name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()}
+    server = {
+        name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()
+    }
     state = GlobalState(weights=model.shared_state(), server=server)
     update = two_steps(model, state=state, regularizer=scaffold)
     assert update.state.weights["p"].item() == pytest.approx(0.55)
@@ -323,5 +385,7 @@ def test_scaffold_learns_nothing_from_a_round_without_a_rate() -> None:
 
 
 def test_an_unknown_regularizer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"regularizer=fedproxy is not known; did you mean regularizer=fedprox"):
+    with pytest.raises(
+        UserError, match=r"regularizer=fedproxy is not known; did you mean regularizer=fedprox"
+    ):
         compose(["regularizer=fedproxy"])

@@ -20,7 +20,9 @@ from fedx_pl.federation.round import GlobalState
 ROBUST = ("clip", "median", "trimmed", "krum")
 
 
-def fold(rule: Aggregator, values: Sequence[object], images: Sequence[int] = (), name: str = "w") -> list[float]:
+def fold(
+    rule: Aggregator, values: Sequence[object], images: Sequence[int] = (), name: str = "w"
+) -> list[float]:
     """Adds one client per value and gives back the resulting tensor as a list."""
     for client, value in enumerate(values):
         rule.add({name: torch.tensor(value)}, images[client] if images else 1, client)
@@ -43,13 +45,17 @@ ZERO = {"w": torch.zeros(1)}
         ([7.0], 7.0),
     ],
 )
-def test_the_median_is_the_middle_or_the_mean_of_the_middle_two(values: list[float], expected: float) -> None:
+def test_the_median_is_the_middle_or_the_mean_of_the_middle_two(
+    values: list[float], expected: float
+) -> None:
     assert fold(TrimmedMean(ZERO, MEDIAN), [[value] for value in values]) == [expected]
 
 
 def test_each_value_has_its_own_median() -> None:
     """(1, 30), (2, 10), (3, 20): 2 is the second client's, 20 the third's."""
-    assert fold(TrimmedMean({"w": torch.zeros(2)}, MEDIAN), [[1.0, 30.0], [2.0, 10.0], [3.0, 20.0]]) == [2.0, 20.0]
+    assert fold(
+        TrimmedMean({"w": torch.zeros(2)}, MEDIAN), [[1.0, 30.0], [2.0, 10.0], [3.0, 20.0]]
+    ) == [2.0, 20.0]
 
 
 @pytest.mark.parametrize(
@@ -63,20 +69,28 @@ def test_each_value_has_its_own_median() -> None:
         (0.0, [1.0, 2.0, 6.0], 3.0),  # the plain mean
     ],
 )
-def test_the_trimmed_mean_leaves_the_ends_out(trim: float, values: list[float], expected: float) -> None:
+def test_the_trimmed_mean_leaves_the_ends_out(
+    trim: float, values: list[float], expected: float
+) -> None:
     assert fold(TrimmedMean(ZERO, trim), [[value] for value in values]) == [expected]
 
 
 def test_seven_percent_of_a_hundred_are_seven() -> None:
     """In floating point 0.07 * 100 is more than 7. Values 1 to 100 squared: the mean of 8^2 to 93^2."""
     expected = sum(i * i for i in range(8, 94)) / 86
-    assert fold(TrimmedMean(ZERO, 0.07), [[float(i * i)] for i in range(1, 101)]) == [pytest.approx(expected)]
+    assert fold(TrimmedMean(ZERO, 0.07), [[float(i * i)] for i in range(1, 101)]) == [
+        pytest.approx(expected)
+    ]
 
 
 def test_for_median_and_trimmed_mean_all_clients_count_alike() -> None:
     """What a client claims to own is its own word."""
     values, images = [[1.0], [2.0], [30.0]], [1, 1, 9_000_000]
-    assert fold(TrimmedMean(ZERO, MEDIAN), values, images) == fold(TrimmedMean(ZERO, 0.1), values, images) == [2.0]
+    assert (
+        fold(TrimmedMean(ZERO, MEDIAN), values, images)
+        == fold(TrimmedMean(ZERO, 0.1), values, images)
+        == [2.0]
+    )
 
 
 def test_medians_of_counters_are_rounded_as_means_of_counters_are() -> None:
@@ -90,7 +104,13 @@ def test_a_median_in_chunks_is_numpy_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """All shapes that occur: convolutions in channels_last, vectors, scalars, empty tensors, half precision."""
     monkeypatch.setattr(robust, "_CHUNK", 64)
     draw = torch.Generator().manual_seed(0)
-    shapes = {"conv": (6, 5, 3, 3), "vector": (131,), "scalar": (), "empty": (0, 4), "matrix": (3, 40)}
+    shapes = {
+        "conv": (6, 5, 3, 3),
+        "vector": (131,),
+        "scalar": (),
+        "empty": (0, 4),
+        "matrix": (3, 40),
+    }
     reference = {name: torch.zeros(shape) for name, shape in shapes.items()}
     reference["conv"] = reference["conv"].contiguous(memory_format=torch.channels_last)
     reference["half"] = torch.zeros(17, dtype=torch.bfloat16)
@@ -130,7 +150,9 @@ def test_a_long_way_is_clipped_to_the_bound_in_its_own_direction() -> None:
 
 def test_the_way_starts_at_the_global_state() -> None:
     """From 10: ways 1, 2 and 1000; the median is 2 and the bound 3: (11 + 12 + 13) / 3 = 12."""
-    assert fold(NormClipping({"w": torch.tensor([10.0])}, clip=1.5), [[11.0], [12.0], [1010.0]]) == [12.0]
+    assert fold(
+        NormClipping({"w": torch.tensor([10.0])}, clip=1.5), [[11.0], [12.0], [1010.0]]
+    ) == [12.0]
 
 
 def test_of_an_even_number_the_smaller_middle_norm_is_the_median() -> None:
@@ -150,7 +172,11 @@ def test_an_attack_on_the_weights_does_not_hide_behind_larger_statistics() -> No
     reference = {"conv.weight": torch.zeros(1), "bn.running_mean": torch.zeros(1)}
     rule = NormClipping(reference, clip=2)
     for client, weight in enumerate((1.0, 1.0, 50.0)):
-        rule.add({"conv.weight": torch.tensor([weight]), "bn.running_mean": torch.tensor([100.0])}, 1, client)
+        rule.add(
+            {"conv.weight": torch.tensor([weight]), "bn.running_mean": torch.tensor([100.0])},
+            1,
+            client,
+        )
     result = rule.result()
     assert result["conv.weight"].item() == pytest.approx(4 / 3)
     assert result["bn.running_mean"].item() == 100
@@ -160,9 +186,9 @@ def test_an_attack_on_the_weights_does_not_hide_behind_larger_statistics() -> No
 def test_what_clients_send_to_a_regularizer_is_clipped_towards_zero() -> None:
     """It is a change already: 1, 1 and 100 with the bound 2 make 4/3, whatever the server's own value (5) is."""
     reference = {"server/w": torch.tensor([5.0])}
-    assert fold(NormClipping(reference, 2, changes=["server/w"]), [[1.0], [1.0], [100.0]], name="server/w") == [
-        pytest.approx(4 / 3)
-    ]
+    assert fold(
+        NormClipping(reference, 2, changes=["server/w"]), [[1.0], [1.0], [100.0]], name="server/w"
+    ) == [pytest.approx(4 / 3)]
 
 
 def test_the_largest_numbers_are_clipped_without_loss() -> None:
@@ -219,8 +245,14 @@ def test_krum_selects_weights_and_statistics_apart() -> None:
     """Client 0 is off in its weights, client 4 in its much larger statistics: each is left out where it is off."""
     reference = {"conv.weight": torch.zeros(1), "bn.running_mean": torch.zeros(1)}
     rule = MultiKrum(reference, byzantine=1)
-    for client, (weight, mean) in enumerate([(9.0, 100.0), (1.0, 200.0), (1.0, 300.0), (1.0, 400.0), (1.0, 5000.0)]):
-        rule.add({"conv.weight": torch.tensor([weight]), "bn.running_mean": torch.tensor([mean])}, 1, client)
+    for client, (weight, mean) in enumerate(
+        [(9.0, 100.0), (1.0, 200.0), (1.0, 300.0), (1.0, 400.0), (1.0, 5000.0)]
+    ):
+        rule.add(
+            {"conv.weight": torch.tensor([weight]), "bn.running_mean": torch.tensor([mean])},
+            1,
+            client,
+        )
     result = rule.result()
     assert (result["conv.weight"].item(), result["bn.running_mean"].item()) == (1, 250)
     assert rule.remarks == {0: "krum left out its weights", 4: "krum left out its statistics"}
@@ -232,23 +264,36 @@ def test_krum_is_numpy_s(byzantine: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(robust, "_CHUNK", 100)
     rng = np.random.default_rng(byzantine)
     reference = {"a": torch.zeros(20, 3), "b": torch.zeros(11)}
-    updates = [{name: rng.normal(size=t.shape).astype(np.float32) for name, t in reference.items()} for _ in range(9)]
+    updates = [
+        {name: rng.normal(size=t.shape).astype(np.float32) for name, t in reference.items()}
+        for _ in range(9)
+    ]
     images = rng.integers(1, 100, 9).tolist()
     rule = MultiKrum(reference, byzantine)
     for client, update in enumerate(updates):
-        rule.add({name: torch.from_numpy(values) for name, values in update.items()}, images[client], client)
-    vectors = [np.concatenate([update["a"].ravel(), update["b"]]).astype(np.float64) for update in updates]
+        rule.add(
+            {name: torch.from_numpy(values) for name, values in update.items()},
+            images[client],
+            client,
+        )
+    vectors = [
+        np.concatenate([update["a"].ravel(), update["b"]]).astype(np.float64) for update in updates
+    ]
     scores = []
     for i, one in enumerate(vectors):
         distances = sorted(np.sum((one - other) ** 2) for j, other in enumerate(vectors) if j != i)
         scores.append(sum(distances[: 9 - byzantine - 2]))
     best = np.argsort(scores)[: 9 - byzantine]
-    expected = np.average([updates[i]["a"] for i in best], axis=0, weights=[images[i] for i in best])
+    expected = np.average(
+        [updates[i]["a"] for i in best], axis=0, weights=[images[i] for i in best]
+    )
     np.testing.assert_allclose(rule.result()["a"].numpy(), expected, rtol=1e-6)
 
 
 def test_krum_says_how_many_updates_it_needs() -> None:
-    with pytest.raises(UserError, match=r"aggregate\.byzantine=1 needs 5 good updates and has 4.*aggregate=median"):
+    with pytest.raises(
+        UserError, match=r"aggregate\.byzantine=1 needs 5 good updates and has 4.*aggregate=median"
+    ):
         fold(MultiKrum(ZERO, byzantine=1), [[0.0]] * 4)
 
 
@@ -277,10 +322,18 @@ def test_a_bad_update_is_refused_and_leaves_the_rest_as_it_was(rule: str) -> Non
     aggregator = of(rule, ZERO)
     for client in range(5):
         aggregator.add({"w": torch.ones(1)}, 10, client)
-    for bad, images in (({"w": torch.tensor([math.nan])}, 1), ({}, 1), ({"w": torch.ones(1)}, 10**9)):
+    for bad, images in (
+        ({"w": torch.tensor([math.nan])}, 1),
+        ({}, 1),
+        ({"w": torch.ones(1)}, 10**9),
+    ):
         with pytest.raises(BadUpdate):
             aggregator.add(bad, images, 5)
-    assert (aggregator.num_clients, aggregator.num_images, aggregator.result()["w"].item()) == (5, 50, 1)
+    assert (aggregator.num_clients, aggregator.num_images, aggregator.result()["w"].item()) == (
+        5,
+        50,
+        1,
+    )
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -292,7 +345,9 @@ def test_no_updates_no_result(rule: str) -> None:
 @given(
     st.sampled_from(("mean", *ROBUST)),
     st.floats(0, 1e6, width=32),
-    st.lists(st.tuples(st.floats(0, 1e6, width=32), st.integers(1, 10_000)), min_size=5, max_size=9),
+    st.lists(
+        st.tuples(st.floats(0, 1e6, width=32), st.integers(1, 10_000)), min_size=5, max_size=9
+    ),
 )
 def test_no_rule_makes_a_variance_negative_or_leaves_the_clients_range(
     rule: str, start: float, clients: list[tuple[float, int]]
@@ -301,7 +356,10 @@ def test_no_rule_makes_a_variance_negative_or_leaves_the_clients_range(
     aggregator = of(rule, {"bn.running_var": torch.tensor([start])})
     for client, (value, images) in enumerate(clients):
         aggregator.add({"bn.running_var": torch.tensor([value])}, images, client)
-    found, values = aggregator.result()["bn.running_var"].item(), [start, *(value for value, _ in clients)]
+    found, values = (
+        aggregator.result()["bn.running_var"].item(),
+        [start, *(value for value, _ in clients)],
+    )
     assert found >= 0
     assert min(values) * (1 - 1e-6) <= found <= max(values) * (1 + 1e-6)
 
@@ -325,10 +383,16 @@ def test_a_rule_has_a_short_name_and_shows_in_the_run_s() -> None:
         (["aggregate.trim=0.5"], r"aggregate.trim=0.5 is not possible; type a share in \[0, 0.5\)"),
         (["aggregate.byzantine=-1"], "aggregate.byzantine=-1"),
         (["aggregate.max_images=0"], "aggregate.max_images=0"),
-        (["aggregate.max_share=0"], r"aggregate.max_share=0.0 is not possible; type a share in \(0, 1\]"),
+        (
+            ["aggregate.max_share=0"],
+            r"aggregate.max_share=0.0 is not possible; type a share in \(0, 1\]",
+        ),
         (["aggregate.max_share=nan"], "aggregate.max_share=nan"),
         (["aggregate.quarantine=-1"], "aggregate.quarantine=-1"),
-        (["aggregate=krum", "aggregate.byzantine=2", "federation.min_clients=6"], "type federation.min_clients=7"),
+        (
+            ["aggregate=krum", "aggregate.byzantine=2", "federation.min_clients=6"],
+            "type federation.min_clients=7",
+        ),
     ],
 )
 def test_impossible_values_say_what_to_type(overrides: list[str], message: str) -> None:

@@ -29,7 +29,9 @@ def test_too_little_space_is_told_before_training(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
     display = Watching()
-    with pytest.raises(UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"):
+    with pytest.raises(
+        UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"
+    ):
         run(compose([*tiny, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0
 
@@ -59,17 +61,24 @@ def test_the_best_round_is_kept_beside_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     rows = []
     for round, linear in ((1, 30.0), (2, 50.0), (3, 40.0), (4, None)):
-        rows.append({"round": round, "knn_top1": 10.0 * round} | ({"linear_top1": linear} if linear else {}))
+        rows.append(
+            {"round": round, "knn_top1": 10.0 * round} | ({"linear_top1": linear} if linear else {})
+        )
         weights = {"w": torch.tensor(float(round))}
         checkpoints.commit(RunState(round=round, rows=list(rows)), GlobalState(weights=weights))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "round_00004"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "best",
+        "round_00004",
+    ]
     state, found = checkpoints.read(2)
     assert (state.round, found.weights["w"].item()) == (2, 2.0)
     with pytest.raises(UserError, match="no checkpoint of round 3"):
         checkpoints.read(3)
 
 
-def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_again(tmp_path: Path) -> None:
+def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_again(
+    tmp_path: Path,
+) -> None:
     """4 MB at 400 MB/s take 0.01 s; ten times that is 0.1 s."""
     update = Update(
         client=2,
@@ -80,12 +89,20 @@ def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_agai
         loss_names=("total",),
         images_seen=9,
     )
-    record, pending = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7), UnfinishedRound(tmp_path)
+    record, pending = (
+        ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7),
+        UnfinishedRound(tmp_path),
+    )
     pending.save(1, replace(update, seconds=0.09), record)
     assert list(pending.load(1)) == []
     pending.save(1, replace(update, seconds=0.11), record)
-    pending.save(1, replace(update, seconds=0.11), record)  # Trained again after a power loss: folded in once.
-    for path in [tmp_path / "pending", *(tmp_path / "pending").iterdir()]:  # It is a client's: not for other users.
+    pending.save(
+        1, replace(update, seconds=0.11), record
+    )  # Trained again after a power loss: folded in once.
+    for path in [
+        tmp_path / "pending",
+        *(tmp_path / "pending").iterdir(),
+    ]:  # It is a client's: not for other users.
         assert not path.stat().st_mode & 0o077
     ((found, kept),) = pending.load(1)
     assert torch.equal(found.state.weights["w"], update.state.weights["w"])
@@ -111,8 +128,18 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_of_the_cluster_ends_the_run_well(tiny: list[str], tmp_path: Path, name: str) -> None:
-    command = [sys.executable, "-m", "fedx_pl", "train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+def test_a_signal_of_the_cluster_ends_the_run_well(
+    tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fedx_pl",
+        "train",
+        *tiny,
+        "federation.rounds=500",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + PATIENCE
@@ -123,7 +150,10 @@ def test_a_signal_of_the_cluster_ends_the_run_well(tiny: list[str], tmp_path: Pa
     finally:
         process.kill()
     assert process.returncode == 0, error
-    assert f"stopped by {name}; the same command goes on after the last finished client: fedx-pl train" in error
+    assert (
+        f"stopped by {name}; the same command goes on after the last finished client: fedx-pl train"
+        in error
+    )
     assert "Traceback" not in error
 
 
@@ -145,10 +175,14 @@ def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
     assert (tmp_path / "run" / "checkpoints" / "round_00001").exists()
     monkeypatch.undo()
     run(config)
-    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00002"]
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").glob("round_*")] == [
+        "round_00002"
+    ]
     best = Checkpoints(tmp_path / "run").latest()[0].best
     files = {file.name for file in (tmp_path / "run" / "clients").iterdir()}
-    assert files == {f"{client:05d}_round_{n:05d}.safetensors" for client in range(3) for n in {best, 2}}
+    assert files == {
+        f"{client:05d}_round_{n:05d}.safetensors" for client in range(3) for n in {best, 2}
+    }
     assert not (tmp_path / "run" / "pending").exists()
 
 
@@ -177,13 +211,20 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
     edit(modules, "SCALE = 2.0\n", "scale")
     with pytest.raises(UserError) as refused:
         run(compose(words))
-    assert f"{folder} was trained with other code: scale.py changed since; type name=ANOTHER " in str(refused.value)
-    assert f"--fork {folder} for a new run from its weights, or delete {folder}" in str(refused.value)
+    assert (
+        f"{folder} was trained with other code: scale.py changed since; type name=ANOTHER "
+        in str(refused.value)
+    )
+    assert f"--fork {folder} for a new run from its weights, or delete {folder}" in str(
+        refused.value
+    )
     assert run(compose([*words, "name=another"])).folder != folder
     fork = [*words, f"fork={folder}", f"run.dir={modules / 'fork'}"]
     assert run(compose(fork)).history[-1]["round"] == 2
     edit(modules, "SCALE = 3.0\n", "scale")
-    with pytest.raises(UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"):
+    with pytest.raises(
+        UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"
+    ):
         run(compose(fork))
     edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
     assert run(compose(words)).history[-1]["round"] == 2
@@ -201,12 +242,16 @@ def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
     if run_before:
         run(compose([*words, "name=a"]))
     (modules / "mine.py").write_text(METHOD.replace("mean", "sum"))
-    with pytest.raises(UserError, match=r"mine\.py was edited after this process imported it.*start Python"):
+    with pytest.raises(
+        UserError, match=r"mine\.py was edited after this process imported it.*start Python"
+    ):
         run(compose([*words, "name=b"]))
     assert not compose([*words, "name=b"]).run_folder.exists()
 
 
-def test_a_method_that_failed_before_the_first_round_may_be_mended(tiny: list[str], modules: Path) -> None:
+def test_a_method_that_failed_before_the_first_round_may_be_mended(
+    tiny: list[str], modules: Path
+) -> None:
     """Its folder is there and holds nothing that was trained; what clients finished is trained again."""
     config = [*tiny, "method=mine:Mine"]
     edit(modules, METHOD.replace("return", "assert self.local.client < 2; return"))
@@ -221,12 +266,16 @@ def test_a_method_that_failed_before_the_first_round_may_be_mended(tiny: list[st
     assert [row["loss"] for row in mended.history] == [row["loss"] for row in alone.history]
 
 
-def test_a_run_that_does_not_say_which_code_trained_it_is_refused(tiny: list[str], modules: Path) -> None:
+def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
+    tiny: list[str], modules: Path
+) -> None:
     """As of version 0.1; one of a method of the package needs no record."""
     edit(modules, METHOD)
     config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
     (run(config).folder / "code.json").unlink()
-    with pytest.raises(UserError, match=r"does not say which code trained it, and mine\.py may have changed; type"):
+    with pytest.raises(
+        UserError, match=r"does not say which code trained it, and mine\.py may have changed; type"
+    ):
         run(config)
     built_in = compose([*tiny, "federation.rounds=1"])
     assert not (run(built_in).folder / "code.json").exists()
@@ -251,5 +300,10 @@ def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: P
     (note,) = display.notes
     assert "this run is finished, with 2 of 2 rounds" in note
     assert f"type run.dir=ANOTHER federation.rounds=4 --fork {tmp_path / 'run'}" in note
-    more = [*tiny, f"run.dir={tmp_path / 'more'}", "federation.rounds=4", f"fork={tmp_path / 'run'}"]
+    more = [
+        *tiny,
+        f"run.dir={tmp_path / 'more'}",
+        "federation.rounds=4",
+        f"fork={tmp_path / 'run'}",
+    ]
     assert run(compose(more)).history[-1]["round"] == 4

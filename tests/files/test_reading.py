@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from fedx_pl.files import tensor_bytes
-from fedx_pl.files.reading import parse_json, parse_tensors, parse_yaml, read_json, read_tensors, read_yaml
+from fedx_pl.files.reading import (
+    parse_json,
+    parse_tensors,
+    parse_yaml,
+    read_json,
+    read_tensors,
+    read_yaml,
+)
 
 # Nine lines that stand for three billion values.
 LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
@@ -24,7 +31,10 @@ def spelled_otherwise(content: bytes) -> bytes:
 
 
 def zero_size_tensors(count: int, shape: tuple[int, ...] = (0,)) -> bytes:
-    header = {str(number): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for number in range(count)}
+    header = {
+        str(number): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for number in range(count)
+    }
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -54,11 +64,17 @@ def test_yaml_without_end_is_refused_in_one_line(text: str, why: str) -> None:
 
 def test_yaml_with_a_few_aliases_is_read() -> None:
     text = "usual: &usual {lr: 0.1}\nrun: {<<: *usual, seed: 1}\nother: *usual"
-    assert parse_yaml(text) == {"usual": {"lr": 0.1}, "run": {"lr": 0.1, "seed": 1}, "other": {"lr": 0.1}}
+    assert parse_yaml(text) == {
+        "usual": {"lr": 0.1},
+        "run": {"lr": 0.1, "seed": 1},
+        "other": {"lr": 0.1},
+    }
     assert parse_yaml("[1, no]", plain=True) == ["1", "no"]
 
 
-@pytest.mark.parametrize("text", ["[" * 21 + "]" * 21, "[" * 100_000, '{"a":' * 60 + "1" + "}" * 60])
+@pytest.mark.parametrize(
+    "text", ["[" * 21 + "]" * 21, "[" * 100_000, '{"a":' * 60 + "1" + "}" * 60]
+)
 def test_json_that_nests_too_deep_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nests more than 20 deep"):
         parse_json(text)

@@ -20,8 +20,12 @@ def with_queue(method: type[SSLMethod]) -> type[SSLMethod]:
     """FedX whose relations are to a queue, by default."""
 
     class Queued(FedXMixin, method):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: object, fedx: FedXOptions | None = None, **kwargs: object) -> None:
-            super().__init__(*args, fedx=fedx or FedXOptions(relation="queue", queue_size=12), **kwargs)
+        def __init__(
+            self, *args: object, fedx: FedXOptions | None = None, **kwargs: object
+        ) -> None:
+            super().__init__(
+                *args, fedx=fedx or FedXOptions(relation="queue", queue_size=12), **kwargs
+            )
 
     return Queued
 
@@ -79,7 +83,10 @@ def test_the_global_model_is_no_part_of_the_module(name: str) -> None:
         teacher = model.global_model.network
         assert teacher is not None
         assert not teacher.training
-        assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
+        assert all(
+            parameter.grad is None and not parameter.requires_grad
+            for parameter in teacher.parameters()
+        )
 
 
 @every_method
@@ -89,9 +96,9 @@ def test_shared_and_private_state_round_trip(name: str) -> None:
     first = train(model, data_for(model))
     shared, private = first.state.tensors(), first.memory.tensors()
     assert shared.keys() & private.keys() == set()
-    assert shared.keys() | {n for n in model.state_dict() if n.split(".")[0] in model.private_names()} == set(
-        model.state_dict()
-    )
+    assert shared.keys() | {
+        n for n in model.state_dict() if n.split(".")[0] in model.private_names()
+    } == set(model.state_dict())
     stayed = train(model, data_for(model, seed=1), state=shared, memory=first.memory, round=2)
     returned = train(other, data_for(model, seed=1), state=shared, memory=first.memory, round=2)
     for mine, others in ((returned.state, stayed.state), (returned.memory, stayed.memory)):
@@ -120,7 +127,9 @@ def test_training_changes_the_network_and_lowers_nothing_to_nan(name: str) -> No
     assert update.losses.shape == (2 * 5, len(update.loss_names))
     assert update.losses.isfinite().all()
     assert any(
-        not torch.equal(update.state.weights[key], before[key]) for key in before if key.startswith("backbone.conv1")
+        not torch.equal(update.state.weights[key], before[key])
+        for key in before
+        if key.startswith("backbone.conv1")
     )
 
 
@@ -136,7 +145,10 @@ def test_bf16_autocast_runs_and_keeps_float32_weights(name: str) -> None:
     model = make_model(CLASSES[name])
     update = train(model, data_for(model), precision="bf16-mixed")
     assert update.losses.isfinite().all()
-    assert {tensor.dtype for tensor in update.state.tensors().values()} <= {torch.float32, torch.int64}
+    assert {tensor.dtype for tensor in update.state.tensors().values()} <= {
+        torch.float32,
+        torch.int64,
+    }
 
 
 @every_method
@@ -163,7 +175,9 @@ def test_a_network_may_get_its_first_gradient_later_than_the_others() -> None:
 
         def loss(self, batch: Views, z: Embeddings) -> Loss:
             self.calls += 1
-            return Loss(x=z.first.pow(2).mean() if self.calls == 1 else self.late(z.first).pow(2).mean())
+            return Loss(
+                x=z.first.pow(2).mean() if self.calls == 1 else self.late(z.first).pow(2).mean()
+            )
 
     model = make_model(Late)
     before = model.late.weight.detach().clone()
@@ -243,7 +257,13 @@ class OutsideFedX(FedXMixin, OutsideMethod):
 
 def test_the_mixin_works_on_a_class_from_outside_with_nothing_else() -> None:
     update = train(model := make_model(OutsideFedX), data_for(model))
-    assert update.loss_names == ("total", "distance", "local_relation", "global_contrast", "global_relation")
+    assert update.loss_names == (
+        "total",
+        "distance",
+        "local_relation",
+        "global_contrast",
+        "global_relation",
+    )
 
 
 def test_the_mixin_in_the_wrong_place_is_refused_when_the_class_is_written() -> None:
@@ -272,7 +292,9 @@ class Shaped(SSLMethod):
     shape: tuple[int, ...] = ()
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        return Loss(plain=z.first.square().mean(), shaped=z.second.square().mean().expand(self.shape))
+        return Loss(
+            plain=z.first.square().mean(), shaped=z.second.square().mean().expand(self.shape)
+        )
 
 
 @pytest.mark.parametrize("fedx", [False, True])
@@ -291,9 +313,13 @@ def test_a_term_of_one_element_counts_whatever_its_axes(fedx: bool) -> None:
 def test_a_term_that_is_not_one_number_is_named_with_its_shape() -> None:
     model = make_model(Shaped)
     model.shape = (8,)
-    with pytest.raises(UserError, match=r"the loss term 'shaped' has shape \(8,\).*Loss\(shaped=term\.mean\(\)\)"):
+    with pytest.raises(
+        UserError, match=r"the loss term 'shaped' has shape \(8,\).*Loss\(shaped=term\.mean\(\)\)"
+    ):
         train(model, data_for(model))
-    with pytest.raises(UserError, match=r"'extra' is 0\.5, not a tensor; return z\.first\.new_tensor\(0\.5\)"):
+    with pytest.raises(
+        UserError, match=r"'extra' is 0\.5, not a tensor; return z\.first\.new_tensor\(0\.5\)"
+    ):
         Loss(extra=0.5).total  # type: ignore[arg-type]  # noqa: B018
 
 
@@ -301,7 +327,9 @@ def test_one_forward_pass_serves_all_views() -> None:
     model = make_model(CLASSES["simclr-fedx"])
     data, calls = data_for(model), []
     start(model, data)
-    model.backbone.register_forward_hook(lambda module, inputs, output: calls.append(len(inputs[0])))
+    model.backbone.register_forward_hook(
+        lambda module, inputs, output: calls.append(len(inputs[0]))
+    )
     batch = next(data.epoch(0))
     model.loss(batch, model.embed_views(batch))
     assert calls == [3 * 8]
@@ -316,7 +344,9 @@ def test_deepcopy_of_a_started_model_trains() -> None:
 def test_moving_the_model_moves_no_state_into_the_optimiser() -> None:
     model = make_model(CLASSES["fedu-fedx"])
     start(model, data_for(model))
-    optimised = {id(p) for group in model.configure_optimizers().param_groups for p in group["params"]}
+    optimised = {
+        id(p) for group in model.configure_optimizers().param_groups for p in group["params"]
+    }
     frozen = {id(p) for module in (model.target, model.own_predictor) for p in module.parameters()}
     assert isinstance(model.fedx_head, nn.Module)
     assert {id(p) for p in model.fedx_head.parameters()} <= optimised

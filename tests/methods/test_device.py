@@ -26,7 +26,9 @@ class OnlyMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, result)):
-            assert not isinstance(value, Tensor) or value.device == META, f"{func} on {value.device}"
+            assert not isinstance(value, Tensor) or value.device == META, (
+                f"{func} on {value.device}"
+            )
         return result
 
 
@@ -35,16 +37,22 @@ def on_meta(name: str, relation: str | None) -> tuple[SSLMethod, Views]:
     if relation is None:
         model = make_model(BUILT_IN[name])
     else:
-        model = make_model(wrap(FedXMixin, BUILT_IN[name]), fedx=FedXOptions(relation=relation, queue_size=12))
+        model = make_model(
+            wrap(FedXMixin, BUILT_IN[name]), fedx=FedXOptions(relation=relation, queue_size=12)
+        )
     if isinstance(model, FedXMixin):
         network = nn.Sequential(model.backbone, model.projector)
         network(torch.randn(4, 3, 16, 16))  # With statistics F is folded,
         model.global_model.refresh(network)
         model.global_model(torch.randn(4, 3, 16, 16))  # and checked once.
         model.global_model.to(META)
-        model.relation_queue = RelationQueue(torch.empty(12, 8, device=META), torch.empty(12, 8, device=META))
+        model.relation_queue = RelationQueue(
+            torch.empty(12, 8, device=META), torch.empty(12, 8, device=META)
+        )
     images = 24 if model.relation_batch else 16
-    views = Views(torch.empty(images, 3, 16, 16, device=META), torch.empty(8, dtype=torch.long, device=META))
+    views = Views(
+        torch.empty(images, 3, 16, 16, device=META), torch.empty(8, dtype=torch.long, device=META)
+    )
     return model.to(META), views
 
 
@@ -53,12 +61,16 @@ def on_meta(name: str, relation: str | None) -> tuple[SSLMethod, Views]:
 def test_a_step_stays_on_the_device_and_waits_for_nothing(
     name: str, relation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # It does not know this device.
+    monkeypatch.setattr(
+        torch, "autocast", lambda *args, **kwargs: nullcontext()
+    )  # It does not know this device.
     model, views = on_meta(name, relation)
     with OnlyMeta():
         model.training_step(views, 0).backward()
         model.on_train_batch_end(None, views, 0)
-    assert all(p.grad is not None and p.grad.device == META for p in model.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and p.grad.device == META for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_the_check_can_fail() -> None:
@@ -70,7 +82,9 @@ def test_the_check_can_fail() -> None:
         def loss(self, batch: Views, z: Any) -> Any:
             return {"x": (z.first * torch.ones(len(z.first), 1).to(z.first)).sum()}
 
-    views = Views(torch.empty(16, 3, 16, 16, device=META), torch.empty(8, dtype=torch.long, device=META))
+    views = Views(
+        torch.empty(16, 3, 16, 16, device=META), torch.empty(8, dtype=torch.long, device=META)
+    )
     for method in (Reads, Copies):
         model = make_model(method).to(META)
         with OnlyMeta():
@@ -81,7 +95,10 @@ def test_the_check_can_fail() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [AugmentOptions(grayscale=0.2, blur=0.5, rotation=15), AugmentOptions(crop="resized", grayscale=0.2, blur=0.5)],
+    [
+        AugmentOptions(grayscale=0.2, blur=0.5, rotation=15),
+        AugmentOptions(crop="resized", grayscale=0.2, blur=0.5),
+    ],
 )
 def test_augmentation_stays_on_the_device(options: AugmentOptions) -> None:
     images = torch.empty(8, 32, 32, 3, dtype=torch.uint8, device=META)

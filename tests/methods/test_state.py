@@ -48,8 +48,12 @@ def test_byol_client_that_was_absent_starts_its_target_from_the_global_model() -
     model = make_model(BYOL)
     first = train(model, data_for(model))
     model.receive(first.state.weights, first.memory.private, absent=1)
-    torch.testing.assert_close(model.target[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0)
-    assert not torch.equal(first.memory.private["target.0.conv1.weight"], model.backbone.conv1.weight)
+    torch.testing.assert_close(
+        model.target[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0
+    )
+    assert not torch.equal(
+        first.memory.private["target.0.conv1.weight"], model.backbone.conv1.weight
+    )
 
 
 def test_byol_loss_is_symmetric_in_the_views() -> None:
@@ -59,7 +63,9 @@ def test_byol_loss_is_symmetric_in_the_views() -> None:
     batch = next(data.epoch(0))
     swapped = batch._replace(stacked=torch.cat([batch.second, batch.first]))
     loss = model.loss(batch, model.embed_views(batch)).total
-    torch.testing.assert_close(model.loss(swapped, model.embed_views(swapped)).total, loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.loss(swapped, model.embed_views(swapped)).total, loss, rtol=1e-4, atol=1e-5
+    )
 
 
 # --- MoCo ---
@@ -70,7 +76,9 @@ def test_moco_key_network_is_the_query_network_at_round_start() -> None:
     first = train(model, data_for(model))
     assert not torch.equal(model.key[0].conv1.weight, model.backbone.conv1.weight)
     model.receive(first.state.weights, first.memory.private)
-    torch.testing.assert_close(model.key[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.key[0].conv1.weight, model.backbone.conv1.weight, rtol=0, atol=0
+    )
 
 
 def test_moco_queue_is_kept_between_rounds_and_never_shared() -> None:
@@ -109,7 +117,9 @@ def test_moco_queries_do_not_pass_through_the_key_network_s_gradient() -> None:
 
 
 @pytest.mark.parametrize(("version", "tau", "head"), [(1, 0.07, nn.Linear), (2, 0.2, None)])
-def test_moco_versions_differ_in_head_and_temperature(version: int, tau: float, head: type | None) -> None:
+def test_moco_versions_differ_in_head_and_temperature(
+    version: int, tau: float, head: type | None
+) -> None:
     model = make_model(MoCo, version=version, tau=0)
     assert model.tau == tau
     assert make_model(MoCo, version=version).tau == 0.1
@@ -123,7 +133,10 @@ def fedu_after_a_round(mu: float) -> tuple[FedU, dict[str, torch.Tensor], dict[s
     """A trained FedU client, its private state, and a global state whose predictor is all ones."""
     model = make_model(FedU, mu=mu)
     update = train(model, data_for(model))
-    ones = {n: torch.ones_like(t) if n.startswith("predictor.") else t for n, t in update.state.weights.items()}
+    ones = {
+        n: torch.ones_like(t) if n.startswith("predictor.") else t
+        for n, t in update.state.weights.items()
+    }
     return model, update.memory.private, ones
 
 
@@ -145,7 +158,9 @@ def test_fedu_divergence_is_the_mean_change_over_convolutions() -> None:
     model = make_model(FedU)
     start(model, data_for(model))
     convolutions = [m for m in model.backbone.modules() if isinstance(m, nn.Conv2d)]
-    with torch.no_grad():  # One convolution moves by 2 in each of its n entries: its L2 change is 2 sqrt(n).
+    with (
+        torch.no_grad()
+    ):  # One convolution moves by 2 in each of its n entries: its L2 change is 2 sqrt(n).
         convolutions[0].weight.add_(2.0)
     model.on_round_end()
     expected = 2 * math.sqrt(convolutions[0].weight.numel()) / len(convolutions)
@@ -167,9 +182,13 @@ def test_k_means_finds_well_separated_groups() -> None:
     points = centres.repeat_interleave(20, 0) + 0.1 * torch.randn(60, 2, generator=generator)
     for seed in range(20):  # Random starts may share a group: one good start must find all three.
         found, assigned, distance = k_means(points, 3, torch.Generator().manual_seed(seed))
-        if len(assigned.unique()) == 3 and all(len(set(assigned[i : i + 20].tolist())) == 1 for i in (0, 20, 40)):
+        if len(assigned.unique()) == 3 and all(
+            len(set(assigned[i : i + 20].tolist())) == 1 for i in (0, 20, 40)
+        ):
             torch.testing.assert_close(found[assigned[0]], centres[0], atol=0.1, rtol=0)
-            torch.testing.assert_close(distance, (points - found[assigned]).norm(dim=1), atol=1e-3, rtol=0)
+            torch.testing.assert_close(
+                distance, (points - found[assigned]).norm(dim=1), atol=1e-3, rtol=0
+            )
             return
     pytest.fail("no start found the three groups")
 
@@ -182,7 +201,10 @@ def test_concentration_is_mean_distance_over_log_size_scaled_to_the_temperature(
     points = torch.tensor([[99.0], [101.0], [-98.0], [-102.0]])
     for seed in range(20):
         found = cluster(points, 2, 0.2, torch.Generator().manual_seed(seed))
-        if found.cluster[0] == found.cluster[1] and found.cluster[2] == found.cluster[3] != found.cluster[0]:
+        if (
+            found.cluster[0] == found.cluster[1]
+            and found.cluster[2] == found.cluster[3] != found.cluster[0]
+        ):
             expected = torch.tensor([1.1, 1.9]) / 1.5 * 0.2
             torch.testing.assert_close(found.concentration[found.cluster[[0, 2]]], expected)
             return
@@ -190,7 +212,9 @@ def test_concentration_is_mean_distance_over_log_size_scaled_to_the_temperature(
 
 
 def test_singleton_clusters_get_the_largest_concentration() -> None:
-    points = torch.cat([torch.randn(30, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[1e3, 1e3]])])
+    points = torch.cat(
+        [torch.randn(30, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[1e3, 1e3]])]
+    )
     for seed in range(50):
         found = cluster(points, 3, 0.2, torch.Generator().manual_seed(seed))
         alone = found.cluster[-1]

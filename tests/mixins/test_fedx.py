@@ -40,7 +40,12 @@ def test_the_terms_are_those_of_the_paper_from_independent_parts() -> None:
 
 
 def test_each_weight_scales_its_term() -> None:
-    weights = {"local_contrast": 0.5, "local_relation": 2.0, "global_contrast": 3.0, "global_relation": 4.0}
+    weights = {
+        "local_contrast": 0.5,
+        "local_relation": 2.0,
+        "global_contrast": 3.0,
+        "global_relation": 4.0,
+    }
     model, batch = started()
     weighted, _ = started(**weights)
     for module in (model, model.global_model.network, weighted, weighted.global_model.network):
@@ -51,7 +56,9 @@ def test_each_weight_scales_its_term() -> None:
         torch.testing.assert_close(weighted_terms[name], weight * plain_terms[name], msg=name)
 
 
-@pytest.mark.parametrize("term", ["local_contrast", "local_relation", "global_contrast", "global_relation"])
+@pytest.mark.parametrize(
+    "term", ["local_contrast", "local_relation", "global_contrast", "global_relation"]
+)
 def test_a_term_of_weight_zero_is_left_out(term: str) -> None:
     model, batch = started(**{term: 0.0})
     terms = model.loss(batch, model.embed_views(batch))
@@ -90,7 +97,9 @@ def test_the_global_model_runs_only_on_what_is_used() -> None:
 
 def test_without_relational_terms_no_relation_batch_is_asked_for() -> None:
     assert make_model(FedXSimCLR).relation_batch
-    assert not make_model(FedXSimCLR, fedx=FedXOptions(local_relation=0, global_relation=0)).relation_batch
+    assert not make_model(
+        FedXSimCLR, fedx=FedXOptions(local_relation=0, global_relation=0)
+    ).relation_batch
 
 
 def test_the_variants_are_one_key_away() -> None:
@@ -98,7 +107,10 @@ def test_the_variants_are_one_key_away() -> None:
     model.eval()
     z = model.embed_views(batch)
     default = model.loss(batch, z)
-    for options, term in (({"divergence": "authors"}, "local_relation"), ({"contrast": "literal"}, "global_contrast")):
+    for options, term in (
+        ({"divergence": "authors"}, "local_relation"),
+        ({"contrast": "literal"}, "global_contrast"),
+    ):
         variant, _ = started(**options)
         variant.eval()
         assert variant.loss(batch, variant.embed_views(batch))[term] != default[term]
@@ -109,7 +121,9 @@ def test_f_is_the_model_the_round_started_from_and_stays_so() -> None:
     received = model.shared_state()
     train(model, data_for(model), state=received, epochs=2)
     teacher = model.global_model.network
-    torch.testing.assert_close(teacher[0].conv1.weight, received["backbone.conv1.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        teacher[0].conv1.weight, received["backbone.conv1.weight"], rtol=0, atol=0
+    )
     assert not torch.equal(model.backbone.conv1.weight, teacher[0].conv1.weight)
 
 
@@ -139,7 +153,9 @@ def test_folding_f_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses_of_round_2() -> torch.Tensor:
         model = make_model(FedXSimCLR)
         first = train(model, data_for(model))
-        return train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2).losses
+        return train(
+            model, data_for(model), state=first.state.weights, memory=first.memory, round=2
+        ).losses
 
     folded = losses_of_round_2()
     monkeypatch.setattr("fedx_pl.mixins.teacher.foldable_pairs", lambda network: [])
@@ -164,7 +180,9 @@ def test_without_the_head_f_and_the_global_model_are_compared_directly() -> None
         ({"tau": 0.0}, "fedx.tau=0.0"),
         ({"local_relation": -1.0}, "fedx.local_relation=-1.0"),
         (
-            dict.fromkeys(("local_contrast", "local_relation", "global_contrast", "global_relation"), 0.0),
+            dict.fromkeys(
+                ("local_contrast", "local_relation", "global_contrast", "global_relation"), 0.0
+            ),
             "nothing is left",
         ),
     ],

@@ -15,7 +15,9 @@ class FedXSimCLR(FedXMixin, SimCLR):
     pass
 
 
-def started(images: int = 40, queue_size: int = 16, **options: object) -> tuple[FedXSimCLR, ClientData]:
+def started(
+    images: int = 40, queue_size: int = 16, **options: object
+) -> tuple[FedXSimCLR, ClientData]:
     """A model in its second round, so that F has BatchNorm statistics."""
     fedx = FedXOptions(relation="queue", queue_size=queue_size, **options)
     model = make_model(FedXSimCLR, fedx=fedx)
@@ -54,7 +56,9 @@ def test_the_global_model_sees_one_view(options: dict[str, float]) -> None:
     first, second = (batch for batch, _ in zip(data.epoch(0), range(2), strict=False))
     model.loss(first, model.embed_views(first))
     seen: list[int] = []
-    model.global_model.network.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    model.global_model.network.register_forward_hook(
+        lambda module, inputs, output: seen.append(len(inputs[0]))
+    )
     model.loss(second, model.embed_views(second))
     assert seen == [8]
 
@@ -79,7 +83,9 @@ def test_a_new_round_forgets_the_queue_of_the_client_before() -> None:
     state = model.shared_state()
     alone = train(model, data, state=state, round=2).losses
     train(model, data_for(model, seed=5), state=state, round=2, client=1)
-    torch.testing.assert_close(train(model, data, state=state, round=2).losses, alone, rtol=0, atol=0)
+    torch.testing.assert_close(
+        train(model, data, state=state, round=2).losses, alone, rtol=0, atol=0
+    )
 
 
 def test_a_client_smaller_than_the_queue_has_a_shorter_one() -> None:
@@ -97,7 +103,8 @@ def test_nothing_of_the_queue_is_kept_or_averaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"relation": "stack"}, "fedx.relation=stack"), ({"queue_size": 1}, "fedx.queue_size=1")]
+    ("options", "message"),
+    [({"relation": "stack"}, "fedx.relation=stack"), ({"queue_size": 1}, "fedx.queue_size=1")],
 )
 def test_bad_values_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):

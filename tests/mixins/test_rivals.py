@@ -27,7 +27,9 @@ def test_model_contrast_against_numbers_by_hand() -> None:
     a, b = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 3.0]])
     assert losses.model_contrast(a, a, b, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
     assert losses.model_contrast(a, b, a, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
-    both = losses.model_contrast(torch.cat([a, a]), torch.cat([a, b]), torch.cat([b, a]), 0.5).item()
+    both = losses.model_contrast(
+        torch.cat([a, a]), torch.cat([a, b]), torch.cat([b, a]), 0.5
+    ).item()
     assert both == pytest.approx((math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2)
 
 
@@ -48,7 +50,10 @@ def test_moon_contrasts_the_global_with_the_previous_model() -> None:
     model, data = moon(mu=2.0, tau=0.5), make_data()
     first = train(model, data)
     weights = first.state.weights
-    other = {name: t + 0.05 * torch.randn_like(t) if t.is_floating_point() else t for name, t in weights.items()}
+    other = {
+        name: t + 0.05 * torch.randn_like(t) if t.is_floating_point() else t
+        for name, t in weights.items()
+    }
     other = {name: t.abs() if name.endswith("running_var") else t for name, t in other.items()}
     model.receive(other, first.memory.private)
     start(model, data, round=2)
@@ -61,14 +66,20 @@ def test_moon_contrasts_the_global_with_the_previous_model() -> None:
         frozen.append(twin.eval().embed(batch.first).detach())
     to_global, to_previous = (nnf.cosine_similarity(z.first, f) / 0.5 for f in frozen)
     expected = -torch.log(to_global.exp() / (to_global.exp() + to_previous.exp())).mean()
-    assert model.loss(batch, z)["model_contrast"].item() == pytest.approx(2 * expected.item(), rel=1e-4)
+    assert model.loss(batch, z)["model_contrast"].item() == pytest.approx(
+        2 * expected.item(), rel=1e-4
+    )
 
 
 def test_the_previous_model_is_what_the_client_trained_last_and_stays_private() -> None:
     model = moon()
     update = train(model, make_data())
-    previous = {name: t for name, t in update.memory.private.items() if name.startswith("moon_previous.")}
-    torch.testing.assert_close(previous["moon_previous.0.conv1.weight"], update.state.weights["backbone.conv1.weight"])
+    previous = {
+        name: t for name, t in update.memory.private.items() if name.startswith("moon_previous.")
+    }
+    torch.testing.assert_close(
+        previous["moon_previous.0.conv1.weight"], update.state.weights["backbone.conv1.weight"]
+    )
     assert not any(name.startswith("moon_previous") for name in update.state.tensors())
 
 
@@ -119,7 +130,9 @@ def test_a_copied_round_or_a_link_in_the_base_is_refused(base: Path, tmp_path: P
     fedca = wrap(FedCAMixin, SimCLR)
     newest = max((base / "checkpoints").iterdir())
     shutil.copytree(newest, copy := newest.with_name("round_00099"))
-    with pytest.raises(UserError, match=r"not the folder of a finished run \(round_00099 is another round\)"):
+    with pytest.raises(
+        UserError, match=r"not the folder of a finished run \(round_00099 is another round\)"
+    ):
         make_model(fedca, fedca=FedCAOptions(base=str(base)))
     shutil.rmtree(copy)
     (base / "checkpoints" / "link").symlink_to(tmp_path)
@@ -133,7 +146,12 @@ def test_fedca_aligns_to_the_base_encoder(base: Path) -> None:
     start(model, data)
     batch = next(data.epoch(0))
     z = model.embed_views(batch)
-    expected = (nnf.normalize(z.first) - nnf.normalize(base_model().embed(batch.first))).square().sum(dim=1).mean()
+    expected = (
+        (nnf.normalize(z.first) - nnf.normalize(base_model().embed(batch.first)))
+        .square()
+        .sum(dim=1)
+        .mean()
+    )
     assert model.loss(batch, z)["alignment"].item() == pytest.approx(3 * expected.item(), rel=1e-4)
 
 
@@ -144,15 +162,23 @@ def test_the_base_encoder_is_neither_trained_nor_sent(base: Path) -> None:
     assert not model.private_state()
     update = train(model, make_data())
     x = next(make_data().epoch(0)).first
-    torch.testing.assert_close(model._fedca_base(x), base_model().embed(x).detach(), rtol=1e-3, atol=1e-4)
-    assert not torch.equal(update.state.weights["backbone.conv1.weight"], plain.backbone.state_dict()["conv1.weight"])
+    torch.testing.assert_close(
+        model._fedca_base(x), base_model().embed(x).detach(), rtol=1e-3, atol=1e-4
+    )
+    assert not torch.equal(
+        update.state.weights["backbone.conv1.weight"], plain.backbone.state_dict()["conv1.weight"]
+    )
 
 
 def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -> None:
     fedca = wrap(FedCAMixin, SimCLR)
-    with pytest.raises(UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"):
+    with pytest.raises(
+        UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"
+    ):
         make_model(fedca)
-    with pytest.raises(UserError, match=r"not the folder of a finished run .*; type fedca\.base=FOLDER"):
+    with pytest.raises(
+        UserError, match=r"not the folder of a finished run .*; type fedca\.base=FOLDER"
+    ):
         make_model(fedca, fedca=FedCAOptions(base=str(tmp_path)))
     with pytest.raises(UserError, match=r"another network.*size mismatch"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)), embed_dim=4)
@@ -161,19 +187,32 @@ def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_method_takes_every_mixin_at_once(name: str, tmp_path: Path) -> None:
     method = BUILT_IN[name]
-    Checkpoints(tmp_path).commit(RunState(round=1), GlobalState(weights=make_model(method).shared_state()))
+    Checkpoints(tmp_path).commit(
+        RunState(round=1), GlobalState(weights=make_model(method).shared_state())
+    )
     (tmp_path / "encoder.safetensors").touch()
     whole = wrap(FedXMixin, wrap(MoonMixin, wrap(FedCAMixin, method)))
     model = make_model(whole, fedca=FedCAOptions(base=str(tmp_path)))
     first = train(model, data_for(model))
     second = train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
     assert second.losses.isfinite().all()
-    assert {"alignment", "model_contrast", "global_contrast", "global_relation"} <= set(second.loss_names)
+    assert {"alignment", "model_contrast", "global_contrast", "global_relation"} <= set(
+        second.loss_names
+    )
     assert wrap(MoonMixin, whole) is whole
 
 
 def test_mixins_are_keys_of_the_configuration() -> None:
-    config = compose(["profile=paper", "method=byol", "moon=true", "moon.mu=5", "fedx=true", "regularizer=fedprox"])
+    config = compose(
+        [
+            "profile=paper",
+            "method=byol",
+            "moon=true",
+            "moon.mu=5",
+            "fedx=true",
+            "regularizer=fedprox",
+        ]
+    )
     assert (config.moon.enabled, config.moon.mu, config.fedx.enabled, config.regularizer.name) == (
         True,
         5,
@@ -186,7 +225,9 @@ def test_mixins_are_keys_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("rival", ["moon", "fedca"])
-def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny: list[str], tmp_path: Path) -> None:
+def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(
+    rival: str, tiny: list[str], tmp_path: Path
+) -> None:
     """Two rounds in one go, and two with a stop in between: the same weights. MOON's second round needs what each
     client kept of its first."""
     words = [*tiny, f"{rival}=true"]
@@ -204,7 +245,9 @@ def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny:
     with pytest.raises(KeyboardInterrupt):
         fitted(compose(stopped), Stopping())
     assert main(["train", *stopped]) == 0
-    whole, again = (load_file(tmp_path / folder / "encoder.safetensors") for folder in ("whole", "stopped"))
+    whole, again = (
+        load_file(tmp_path / folder / "encoder.safetensors") for folder in ("whole", "stopped")
+    )
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     term = {"moon": "loss_model_contrast", "fedca": "loss_alignment"}[rival]
     rows = json.loads((tmp_path / "whole" / "metrics.json").read_text())["rounds"]
@@ -212,7 +255,9 @@ def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(rival: str, tiny:
 
 
 def test_a_mixin_after_the_method_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"MoonMixin must come first: class Wrong\(MoonMixin, SimCLR\)"):
+    with pytest.raises(
+        TypeError, match=r"MoonMixin must come first: class Wrong\(MoonMixin, SimCLR\)"
+    ):
 
         class Wrong(SimCLR, MoonMixin):
             pass

@@ -14,7 +14,9 @@ def network(seed: int = 0, width: int = 4) -> nn.Module:
     """A thin ResNet and a head with a BatchNorm, with statistics and affine parameters of their own."""
     torch.manual_seed(seed)
     backbone = backbones.build(BackboneOptions("resnet10", width), channels=3, image_size=16)
-    whole = nn.Sequential(backbone, mlp(8 * width, 16, 8, batchnorm=True)).to(memory_format=torch.channels_last)
+    whole = nn.Sequential(backbone, mlp(8 * width, 16, 8, batchnorm=True)).to(
+        memory_format=torch.channels_last
+    )
     for module in whole.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(module.weight, 0.5, 2)
@@ -92,7 +94,9 @@ def check_without_folding(source: nn.Module, *shape: int) -> None:
         source.train()(torch.randn(8, *(shape or (4,))) * 2 + 1)
         frozen.refresh(source)
         torch.testing.assert_close(frozen(x), expected(source, x))
-    assert any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in frozen.network.modules())
+    assert any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in frozen.network.modules()
+    )
 
 
 def test_what_a_trace_cannot_show_is_found_on_the_first_batch() -> None:
@@ -109,7 +113,9 @@ def test_what_a_trace_cannot_show_is_found_on_the_first_batch() -> None:
 
     check_without_folding(Tied())
     check_without_folding(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4, 4)
-    check_without_folding(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)))
+    check_without_folding(
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    )
 
 
 def test_a_network_that_changes_with_its_mode_is_traced_as_it_runs() -> None:
@@ -156,7 +162,9 @@ def test_folding_holds_under_half_precision() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_with_and_without_bias_and_affine_parameters(affine: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    source = nn.Sequential(nn.Conv2d(3, 6, 3, bias=bias), nn.BatchNorm2d(6, affine=affine), nn.ReLU())
+    source = nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=bias), nn.BatchNorm2d(6, affine=affine), nn.ReLU()
+    )
     source(torch.randn(9, 3, 8, 8) * 2 + 1)
     frozen, x = Frozen(), torch.randn(4, 3, 8, 8)
     frozen.refresh(source)

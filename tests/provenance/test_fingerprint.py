@@ -146,7 +146,9 @@ def scaled_by(tau):
 def decorated(function):
     return lambda *args: function(*args)
 """
-LOOK = "\nfrom fedx_pl.provenance.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
+LOOK = (
+    "\nfrom fedx_pl.provenance.foreign_code import code_of\nprint(sorted(code_of(Mine).items()))\n"
+)
 NUMBERS = [*range(21, 27), *range(31, 36), *range(40, 70), *range(71, 86)]
 
 
@@ -170,7 +172,14 @@ def renumbered(number: int) -> str:
 def test_the_same_text_has_the_same_code_and_comments_do_not_count() -> None:
     first = code_of(notebook(CELL))
     assert first == code_of(notebook(f"# another line\n{CELL}"))
-    assert {"maker", "late", "no_file.Mine", "no_file.Mine.loss", "no_file.scaled", "no_file.Crit"} <= set(first)
+    assert {
+        "maker",
+        "late",
+        "no_file.Mine",
+        "no_file.Mine.loss",
+        "no_file.scaled",
+        "no_file.Crit",
+    } <= set(first)
 
 
 def test_every_edit_shows() -> None:
@@ -224,7 +233,12 @@ def test_huge_and_endless_things_are_no_trouble() -> None:
     """
     before = code_of(notebook(cell))
     assert before == code_of(notebook(cell))
-    for old, new in [("0.1", "0.2"), ("3_000_000", "3_000_001"), ("5000", "5001"), ("torch.zeros", "torch.ones")]:
+    for old, new in [
+        ("0.1", "0.2"),
+        ("3_000_000", "3_000_001"),
+        ("5000", "5001"),
+        ("torch.zeros", "torch.ones"),
+    ]:
         assert before != code_of(notebook(cell.replace(old, new)))
 
 
@@ -253,7 +267,12 @@ def test_of_a_script_only_the_class_counts(modules: Path) -> None:
     def process(seed: int, *command: str, text: str = "") -> str:
         environment = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)}
         return subprocess.run(
-            [sys.executable, *command], input=text, env=environment, check=True, capture_output=True, text=True
+            [sys.executable, *command],
+            input=text,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
 
     script = process(1, str(modules / "script.py"))
@@ -273,5 +292,7 @@ def test_a_notebook_goes_on_with_its_run_and_not_after_an_edit(tiny: list[str]) 
     notebook(CELL)
     assert run(compose(words)).folder == folder
     notebook(edited('{"tau": 43', '{"tau": 44'))
-    with pytest.raises(UserError, match=r"was trained with other code: no_file\.Mine\.loss changed since"):
+    with pytest.raises(
+        UserError, match=r"was trained with other code: no_file\.Mine\.loss changed since"
+    ):
         run(compose(words))

@@ -24,13 +24,26 @@ def test_what_a_method_imports_counts_however_it_is_imported(modules: Path) -> N
     imports, nor a library."""
     (modules / "parts").mkdir()
     (modules / "parts" / "blocks.py").write_text("import constants\n")
-    write_modules(modules, constants="TAU = 0.1\n", late="X = 1\n", unused="Y = 1\n", nets="from parts import blocks\n")
-    write_modules(modules, mine="import json, torch, lightly, nets\ndef f():\n    import late\n" + METHOD)
+    write_modules(
+        modules,
+        constants="TAU = 0.1\n",
+        late="X = 1\n",
+        unused="Y = 1\n",
+        nets="from parts import blocks\n",
+    )
+    write_modules(
+        modules, mine="import json, torch, lightly, nets\ndef f():\n    import late\n" + METHOD
+    )
     assert set(code_of(load("mine"))) == {"mine", "nets", "parts.blocks", "constants", "late"}
 
 
 def test_a_package_counts_with_its_relative_imports_and_its_inits(modules: Path) -> None:
-    write_modules(modules, mine_pkg__losses="from . import base\n", mine_pkg__base="Z = 1\n", mine_pkg__other="W = 1\n")
+    write_modules(
+        modules,
+        mine_pkg__losses="from . import base\n",
+        mine_pkg__base="Z = 1\n",
+        mine_pkg__other="W = 1\n",
+    )
     (modules / "mine_pkg" / "__init__.py").write_text("")
     write_modules(modules, mine_pkg__method="from .losses import *\n" + METHOD)
     found = set(code_of(load("mine_pkg.method")))
@@ -51,9 +64,15 @@ def test_an_installed_method_counts_with_its_package_and_no_other(
     """As pip installs it: among others, each with its ``dist-info``."""
     site = modules / "site-packages"
     monkeypatch.syspath_prepend(str(site))
-    write_modules(site, installed_ssl__method="import other_library\nfrom installed_ssl import heads\n" + METHOD)
+    write_modules(
+        site,
+        installed_ssl__method="import other_library\nfrom installed_ssl import heads\n" + METHOD,
+    )
     write_modules(site, installed_ssl__heads="", installed_ssl__init="", other_library="")
-    assert set(code_of(load("installed_ssl.method"))) == {"installed_ssl.method", "installed_ssl.heads"}
+    assert set(code_of(load("installed_ssl.method"))) == {
+        "installed_ssl.method",
+        "installed_ssl.heads",
+    }
 
 
 def test_any_edit_shows_and_a_moved_folder_does_not(modules: Path) -> None:

@@ -25,7 +25,9 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modu
     method = load("mine")
     assert require_current(method) == code_of(method)
     write_modules(modules, mine=METHOD.replace("mean", "sum"))
-    with pytest.raises(UserError, match=r"mine\.py was edited after this process imported it.*start Python"):
+    with pytest.raises(
+        UserError, match=r"mine\.py was edited after this process imported it.*start Python"
+    ):
         require_current(method)
 
 
@@ -72,7 +74,9 @@ TABLE = {"six": lambda x: x * 6}
 
 
 @pytest.mark.parametrize("number", [None, 2, 3, 4, 5, 6])
-def test_a_helper_that_was_edited_before_the_method_was_made_is_noticed(modules: Path, number: int | None) -> None:
+def test_a_helper_that_was_edited_before_the_method_was_made_is_noticed(
+    modules: Path, number: int | None
+) -> None:
     """Its functions are compared with its file, also those in classes, in tables and under decorators."""
     write_modules(modules, helper=HELPER)
     crit = importlib.import_module("helper").Crit()
@@ -101,7 +105,9 @@ def test_a_helper_that_was_edited_between_two_versions_of_a_class_is_noticed(mod
     assert "helper" in require_current(notebook(cell))
 
 
-def test_a_module_that_was_reloaded_is_current_and_what_has_its_old_values_is_not(modules: Path) -> None:
+def test_a_module_that_was_reloaded_is_current_and_what_has_its_old_values_is_not(
+    modules: Path,
+) -> None:
     write_modules(modules, helper="TAU = 0.1\n", mine="from helper import TAU\n" + METHOD)
     require_current(load("mine"))
     write_modules(modules, helper="TAU = 0.2\n")
@@ -112,7 +118,9 @@ def test_a_module_that_was_reloaded_is_current_and_what_has_its_old_values_is_no
     assert set(require_current(load("mine"))) == {"mine", "helper"}
 
 
-def test_a_decorator_that_rewrites_bytecode_is_no_edit(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decorator_that_rewrites_bytecode_is_no_edit(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As typeguard's does. A file that is older than the process cannot have been edited since."""
     rewriting = """
     def rewritten(function):

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asks sites more often than over a network."""
-    from fedx_pl.sites import engine as flower  # Here: without the extra the tests are skipped, not broken.
+    from fedx_pl.sites import (
+        engine as flower,
+    )  # Here: without the extra the tests are skipped, not broken.
 
     monkeypatch.setattr(flower, "POLL_SECONDS", 0.005)
     monkeypatch.setattr(flower, "GRACE_SECONDS", 0.1)

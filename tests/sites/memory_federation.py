@@ -64,13 +64,26 @@ class Fake:
             return Content({"site": self.name, "images": 10}, {})
         if kind == wire.END:
             return Content({"site": self.name}, {})
-        told = {"site": self.name, "images": 10, "seen": 10, "steps": content.meta["steps"] + 2, "remembered": True}
-        return Content(told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed, content.tensors)
+        told = {
+            "site": self.name,
+            "images": 10,
+            "seen": 10,
+            "steps": content.meta["steps"] + 2,
+            "remembered": True,
+        }
+        return Content(
+            told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed,
+            content.tensors,
+        )
 
 
-def federate(folder: Path, sites: Mapping[str, Answer], *words: str, timeout: float = 60.0) -> tuple[Any, str]:
+def federate(
+    folder: Path, sites: Mapping[str, Answer], *words: str, timeout: float = 60.0
+) -> tuple[Any, str]:
     """A whole run whose sites are functions: its trainer, which has fitted, and its notes."""
-    config = compose([*parts.WORDS, f"federation.clients={len(sites)}", f"run.dir={folder}", *words])
+    config = compose(
+        [*parts.WORDS, f"federation.clients={len(sites)}", f"run.dir={folder}", *words]
+    )
     watching, link = Watching(), MemoryLink()
     for node, (name, answer) in enumerate(sites.items()):
         link.join(node, answer, key=name)
@@ -86,16 +99,28 @@ class Trial:
     """An engine with its link, what it noted, and a round to run."""
 
     def __init__(self, folder: Path, *words: str, wait: float = 0.02, timeout: float = 5.0) -> None:
-        config = compose([*parts.WORDS, "federation.clients=3", "federation.rounds=4", f"run.dir={folder}", *words])
+        config = compose(
+            [
+                *parts.WORDS,
+                "federation.clients=3",
+                "federation.rounds=4",
+                f"run.dir={folder}",
+                *words,
+            ]
+        )
         self.watching, self.link = Watching(), MemoryLink()
         self.trainer = coordinator_run(config, silent, callbacks=[self.watching]).trainer
-        self.engine = FlowerEngine(self.trainer, self.link, offer(config, 3, 16), wait=wait, timeout=timeout)  # type: ignore[arg-type]
+        self.engine = FlowerEngine(
+            self.trainer, self.link, offer(config, 3, 16), wait=wait, timeout=timeout
+        )  # type: ignore[arg-type]
 
     @property
     def notes(self) -> str:
         return "\n".join(self.watching.notes)
 
-    def run(self, clients: list[int], memory: ClientMemory | None = None, round: int = 1) -> list[Update | Lost]:
+    def run(
+        self, clients: list[int], memory: ClientMemory | None = None, round: int = 1
+    ) -> list[Update | Lost]:
         context = RoundContext(
             round=round,
             rounds=4,

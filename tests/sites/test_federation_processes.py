@@ -108,7 +108,14 @@ class Federation:
         place.mkdir(exist_ok=True)
         log = place / f"{len(list(place.glob('*.log')))}.log"
         keys = self.folder / "keys" / "sites" / name
-        words = ["--data", str(self.images / (images or name)), "--keys", str(keys), "--stay", f"run.threads={THREADS}"]
+        words = [
+            "--data",
+            str(self.images / (images or name)),
+            "--keys",
+            str(keys),
+            "--stay",
+            f"run.threads={THREADS}",
+        ]
         return Process(log, "federate", "client", *words, code=code)
 
     def hold(self, round: int, names: str = "c") -> None:
@@ -124,8 +131,21 @@ class Federation:
         """A coordinator; the same ``run`` goes on with it."""
         for site in self.sites.values():
             site.look_from_here()
-        more = ["--clients", str(clients), "--keys", str(self.folder / "keys" / "server"), "--port", str(self.port)]
-        more += ["--timeout", str(PATIENCE), "--wait", str(PATIENCE), f"run.dir={self.folder / run}"]
+        more = [
+            "--clients",
+            str(clients),
+            "--keys",
+            str(self.folder / "keys" / "server"),
+            "--port",
+            str(self.port),
+        ]
+        more += [
+            "--timeout",
+            str(PATIENCE),
+            "--wait",
+            str(PATIENCE),
+            f"run.dir={self.folder / run}",
+        ]
         log = self.folder / f"{run}-{time.monotonic_ns()}.log"
         return Process(log, "federate", "server", *more, *WORDS, *words, code=code)
 
@@ -141,7 +161,10 @@ class Federation:
     def logs(self) -> str:
         """For assertion messages."""
         files = sorted(self.folder.glob("**/*.log"))
-        return "\n".join(f"--- {file.relative_to(self.folder)}\n{file.read_text(errors='replace')}" for file in files)
+        return "\n".join(
+            f"--- {file.relative_to(self.folder)}\n{file.read_text(errors='replace')}"
+            for file in files
+        )
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +188,19 @@ def undisturbed(federation: Federation) -> Path:
 def assert_same(federation: Federation, run: str, expected: Path, rounds: int) -> None:
     for round in range(1, rounds + 1):
         found = parts.weights(federation.folder / run, round)
-        assert parts.same(found, parts.weights(expected, round)), f"round {round}\n{federation.logs()}"
+        assert parts.same(found, parts.weights(expected, round)), (
+            f"round {round}\n{federation.logs()}"
+        )
 
 
 @pytest.mark.parametrize("method", [("method=simclr",), BYOL_FEDX], ids=["simclr", "byol+fedx"])
-def test_two_rounds_give_the_weights_of_a_simulation(federation: Federation, method: tuple[str, ...]) -> None:
+def test_two_rounds_give_the_weights_of_a_simulation(
+    federation: Federation, method: tuple[str, ...]
+) -> None:
     words = (*method, "federation.rounds=2")
-    expected = parts.serial(federation.images, federation.folder / f"serial-{len(method)}", *REAL_SITES, *words)
+    expected = parts.serial(
+        federation.images, federation.folder / f"serial-{len(method)}", *REAL_SITES, *words
+    )
     with federation.server(f"two-{len(method)}", *words) as server:
         assert server.wait() == 0, federation.logs()
     assert_same(federation, f"two-{len(method)}", expected, rounds=2)
@@ -180,12 +209,16 @@ def test_two_rounds_give_the_weights_of_a_simulation(federation: Federation, met
     assert not list((federation.folder / f"two-{len(method)}" / "clients").glob("*"))
 
 
-def test_a_site_restarts_inside_a_round_with_its_private_state(federation: Federation, undisturbed: Path) -> None:
+def test_a_site_restarts_inside_a_round_with_its_private_state(
+    federation: Federation, undisturbed: Path
+) -> None:
     """c is killed while it trains in round 2 and starts again: it is asked again, and nothing shows in the weights."""
     again = federation.start("c", code=READY + HELD)
     federation.hold(2)
     try:
-        with federation.server("restart", *BYOL_FEDX, "federation.rounds=3", code=PATIENT) as server:
+        with federation.server(
+            "restart", *BYOL_FEDX, "federation.rounds=3", code=PATIENT
+        ) as server:
             federation.sites["c"].wait_for("round 2: training")
             federation.sites["c"].kill()
             federation.let_go()
@@ -199,7 +232,9 @@ def test_a_site_restarts_inside_a_round_with_its_private_state(federation: Feder
     assert_same(federation, "restart", undisturbed, rounds=3)
 
 
-def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Federation, undisturbed: Path) -> None:
+def test_a_server_that_is_killed_goes_on_with_the_same_weights(
+    federation: Federation, undisturbed: Path
+) -> None:
     """Killed inside round 2, and again as soon as round 2 is saved; its SuperLink ends with it and the port is free."""
     words = (*BYOL_FEDX, "federation.rounds=3")
     federation.hold(2)
@@ -208,7 +243,9 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Feder
         children = server.children()
         assert children, federation.logs()
         server.kill()
-    assert not (federation.folder / "killed" / "checkpoints" / "round_00002").exists(), federation.logs()
+    assert not (federation.folder / "killed" / "checkpoints" / "round_00002").exists(), (
+        federation.logs()
+    )
     parts.wait_until(lambda: not any(map(parts.alive, children)), "the SuperLink ends")
     parts.wait_until(lambda: parts.is_free(federation.port), "the port is free")
     federation.hold(3)
@@ -228,7 +265,9 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(federation: Feder
 def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
     """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
     words = ("federation.rounds=3",)
-    expected = parts.serial(federation.others(), federation.folder / "serial-others", *REAL_SITES, *words)
+    expected = parts.serial(
+        federation.others(), federation.folder / "serial-others", *REAL_SITES, *words
+    )
     federation.hold(1)
     with (
         federation.start("d", images="b", code=BAD_SITE) as bad,
@@ -253,18 +292,29 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
 def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
     """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
     words = ("federation.rounds=2",)
-    expected = parts.serial(federation.others(), federation.folder / "serial-revoked", *REAL_SITES, *words)
+    expected = parts.serial(
+        federation.others(), federation.folder / "serial-revoked", *REAL_SITES, *words
+    )
     pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
     federation.hold(1, "ab")
     with federation.server("revoked", *words) as server:
         parts.wait_until(pending.exists, "c's update is saved")
         server.kill()
-    keys = ["federate", "keys", "--out", str(federation.folder / "keys"), "--port", str(federation.port)]
+    keys = [
+        "federate",
+        "keys",
+        "--out",
+        str(federation.folder / "keys"),
+        "--port",
+        str(federation.port),
+    ]
     assert main([*keys, "--revoke", "c"]) == 0
     federation.let_go()
     with federation.server("revoked", *words) as server:
         assert server.wait() == 0, federation.logs()
-        assert "dropped the update of site c that came before its key was revoked" in server.output, federation.logs()
+        assert (
+            "dropped the update of site c that came before its key was revoked" in server.output
+        ), federation.logs()
         assert "site c is here" not in server.output, federation.logs()
     assert_same(federation, "revoked", expected, rounds=2)
     number = federation.folder / "at-a" / "fedx-site-a" / "connection"
@@ -303,14 +353,18 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
             site.wait_for("round 1: training")
             site.send(number)
             assert site.wait() == 0, federation.logs()
-            assert "left the federation; start the same command to join again" in site.output, federation.logs()
+            assert "left the federation; start the same command to join again" in site.output, (
+                federation.logs()
+            )
         for name in "bc":
             server.wait_for(f"round 1: dropped site {name}")
         children = server.children()
         assert children
         server.send(signal.SIGINT)
         assert server.wait() == 130, federation.logs()
-        assert "the same command goes on after the last finished" in server.output, federation.logs()
+        assert "the same command goes on after the last finished" in server.output, (
+            federation.logs()
+        )
     assert not any(map(parts.alive, children))
     assert parts.is_free(federation.port)
     federation.let_go()
@@ -323,7 +377,10 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
 
 def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_path: Path) -> None:
     """Without --stay. Site c has images that cannot be used: it is refused, and ends with the reason."""
-    images, port = parts.make_images(tmp_path / "images", {"a": 20, "b": 20, "c": 0}), parts.free_port()
+    images, port = (
+        parts.make_images(tmp_path / "images", {"a": 20, "b": 20, "c": 0}),
+        parts.free_port(),
+    )
     (images / "c" / "notes.txt").write_text("no image")
     words = ["--insecure", "--server", f"127.0.0.1:{port}", f"run.threads={THREADS}"]
     sites = {}
@@ -331,7 +388,17 @@ def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_p
         (tmp_path / f"at-{name}").mkdir()
         log = tmp_path / f"at-{name}" / "log"
         sites[name] = Process(log, "federate", "client", "--data", str(images / name), *words)
-    more = ["--insecure", "--port", str(port), "--clients", "2", "--timeout", str(PATIENCE), "--wait", str(PATIENCE)]
+    more = [
+        "--insecure",
+        "--port",
+        str(port),
+        "--clients",
+        "2",
+        "--timeout",
+        str(PATIENCE),
+        "--wait",
+        str(PATIENCE),
+    ]
     more += [f"run.dir={tmp_path / 'run'}", "federation.rounds=1"]
     with (
         sites["a"] as a,
@@ -350,7 +417,9 @@ def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_p
         assert not [path for path in [private, *private.rglob("*")] if path.stat().st_mode & 0o077]
     assert not list(tmp_path.rglob("images.npy"))
     (encoder,) = (tmp_path / "at-a" / "fedx-site-a").glob("*/encoder")
-    assert main(["embed", str(encoder), str(images / "a"), "-o", str(tmp_path / "features.npz")]) == 0
+    assert (
+        main(["embed", str(encoder), str(images / "a"), "-o", str(tmp_path / "features.npz")]) == 0
+    )
     assert np.load(tmp_path / "features.npz")["embedding"].shape[0] == 20
     for site in (a, b, c):
         assert "Traceback" not in site.output

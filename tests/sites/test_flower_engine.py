@@ -43,13 +43,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def federate(
-    images: Path, folder: Path, *words: str, change: dict[str, Callable[[Answer], Answer]] | None = None
+    images: Path,
+    folder: Path,
+    *words: str,
+    change: dict[str, Callable[[Answer], Answer]] | None = None,
 ) -> tuple[Path, str]:
     """A whole run with real sites, of which ``change`` makes some misbehave: its folder and its notes."""
     config = compose([*parts.WORDS, "federation.clients=3", f"run.dir={folder / 'run'}", *words])
     watching, link = Watching(), MemoryLink()
     for node, name in enumerate(("c", "a", "b")):  # They come in any order.
-        own = [f"data.root={images / name}", f"data.cache={folder / 'cache'}", f"run.threads={THREADS}"]
+        own = [
+            f"data.root={images / name}",
+            f"data.cache={folder / 'cache'}",
+            f"run.threads={THREADS}",
+        ]
         site = Site(name, folder / f"state-{name}", own, lambda line: None)
         link.join(node, (change or {}).get(name, lambda answer: answer)(site.answer), key=name)
 
@@ -60,17 +67,27 @@ def federate(
     return folder / "run", "\n".join(watching.notes)
 
 
-@pytest.mark.parametrize("method", [("method=simclr",), parts.BYOL_FEDX], ids=["simclr", "byol+fedx"])
-def test_sites_come_to_the_same_weights_as_a_simulation(images: Path, tmp_path: Path, method: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "method", [("method=simclr",), parts.BYOL_FEDX], ids=["simclr", "byol+fedx"]
+)
+def test_sites_come_to_the_same_weights_as_a_simulation(
+    images: Path, tmp_path: Path, method: tuple[str, ...]
+) -> None:
     """To the bit, after each of two rounds; the second needs the private state of the first."""
     expected = parts.serial(images, tmp_path / "serial", *method, "federation.rounds=2")
     found, _ = federate(images, tmp_path, *method, "federation.rounds=2")
     for round in (1, 2):
         assert parts.same(parts.weights(found, round), parts.weights(expected, round))
-    serial_rows, rows = (json.loads((run / "metrics.json").read_text())["rounds"] for run in (expected, found))
+    serial_rows, rows = (
+        json.loads((run / "metrics.json").read_text())["rounds"] for run in (expected, found)
+    )
     for ours, theirs in zip(rows, serial_rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-        assert {"rankme", "uniformity", "alignment"} <= ours.keys()  # No labels: sites measure for themselves.
+        assert {
+            "rankme",
+            "uniformity",
+            "alignment",
+        } <= ours.keys()  # No labels: sites measure for themselves.
     assert not list((found / "clients").glob("*"))  # Private state stays at home.
 
 
@@ -78,7 +95,9 @@ def test_a_coordinator_with_labelled_images_evaluates_on_them(images: Path, tmp_
     """The weights are those without evaluation, and sites are not asked to measure anything."""
     labelled = parts.make_images(tmp_path / "labelled", {"cat": 12, "dog": 12})
     words = [f"data.root={labelled}", "data.labels=folders", f"data.cache={tmp_path / 'cache'}"]
-    found, _ = federate(images, tmp_path / "with", *words, "federation.rounds=1", "evaluation.linear.epochs=2")
+    found, _ = federate(
+        images, tmp_path / "with", *words, "federation.rounds=1", "evaluation.linear.epochs=2"
+    )
     plain, _ = federate(images, tmp_path / "without", "federation.rounds=1")
     assert parts.same(parts.weights(found, 1), parts.weights(plain, 1))
     (row,) = json.loads((found / "metrics.json").read_text())["rounds"]
@@ -96,11 +115,15 @@ def nan(answer: Answer) -> Answer:
     return bad
 
 
-def replaced(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Answer], Answer]:
+def replaced(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[Answer], Answer]:
     def make(answer: Answer) -> Answer:
         def bad(kind: str, content: Content) -> Content | None:
             found = answer(kind, content)
-            return found and (found._replace(tensors=change(found.tensors)) if kind == wire.TRAIN else found)
+            return found and (
+                found._replace(tensors=change(found.tensors)) if kind == wire.TRAIN else found
+            )
 
         return bad
 
@@ -115,7 +138,10 @@ def replaced(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
             replaced(lambda state: state | {"backbone.conv1.weight": torch.ones(3)}),
             "backbone.conv1.weight has shape (3,)",
         ),
-        (replaced(lambda state: state | {"surprise": torch.ones(3)}), "1 tensors are unknown, e.g. surprise"),
+        (
+            replaced(lambda state: state | {"surprise": torch.ones(3)}),
+            "1 tensors are unknown, e.g. surprise",
+        ),
     ],
     ids=["nan", "shape", "unknown"],
 )
@@ -156,7 +182,10 @@ def test_the_coordinator_decides_whether_it_leaves_an_encoder(trial: Trial, leav
     trial.engine.choose(1)
     trial.link.join(1, Fake("late"))
     trial.engine.leave_encoder = leave
-    trial.trainer.state.round, trial.trainer.global_state = 4, GlobalState(weights={"w": torch.arange(3.0)})
+    trial.trainer.state.round, trial.trainer.global_state = (
+        4,
+        GlobalState(weights={"w": torch.arange(3.0)}),
+    )
     trial.engine.close()
     told = last_messages(trial)
     assert told.keys() == {0, 1}
@@ -172,11 +201,17 @@ def test_a_coordinator_that_stops_early_says_so_and_gives_nothing_away(trial: Tr
     trial.link.receive = lambda messages: iter(())  # type: ignore[method-assign]  # It trains and answers nobody.
     trial.engine.close()
     (content,) = last_messages(trial).values()
-    assert (content.meta["outcome"], content.meta["round"], content.tensors) == (wire.STOPPED, 0, {})
+    assert (content.meta["outcome"], content.meta["round"], content.tensors) == (
+        wire.STOPPED,
+        0,
+        {},
+    )
     assert not trial.link.here  # The link is closed all the same.
 
 
-def test_a_site_that_comes_back_in_time_is_told_too(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_comes_back_in_time_is_told_too(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flower, "END_SECONDS", 60.0)
     for node, name in enumerate("abc"):
         trial.link.join(node, Fake(name))
@@ -196,10 +231,16 @@ def test_a_site_that_comes_back_in_time_is_told_too(trial: Trial, monkeypatch: p
 
 def test_a_site_that_cannot_take_part_is_told_why(trial: Trial) -> None:
     trial.link.join(0, Fake("a"))
-    trial.link.join(1, lambda kind, content: Content({"site": "b", "error": "no images in /here"}, {}), key="b")
+    trial.link.join(
+        1, lambda kind, content: Content({"site": "b", "error": "no images in /here"}, {}), key="b"
+    )
     trial.engine.choose(1)
     (content,) = last_messages(trial).values()
-    assert content.meta == {"run": trial.engine.book.run, "outcome": wire.REFUSED, "reason": "no images in /here"}
+    assert content.meta == {
+        "run": trial.engine.book.run,
+        "outcome": wire.REFUSED,
+        "reason": "no images in /here",
+    }
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
@@ -211,13 +252,25 @@ def test_sites_are_numbered_by_name_and_keep_their_numbers(trial: Trial, tmp_pat
     assert trial.engine.choose(1) == [0, 1, 2]
     assert [trial.engine.name_of(client) for client in (0, 1, 2)] == ["site k", "site m", "site z"]
 
-    again = Trial(tmp_path / "run", "federation.clients=4")  # Another process of the same run, and a new site.
+    again = Trial(
+        tmp_path / "run", "federation.clients=4"
+    )  # Another process of the same run, and a new site.
     for node, name in enumerate(("z", "a", "m", "k")):
         again.link.join(node, Fake(name))
     assert again.engine.choose(2) == [0, 1, 2, 3]
-    assert [again.engine.name_of(client) for client in range(4)] == ["site k", "site m", "site z", "site a"]
+    assert [again.engine.name_of(client) for client in range(4)] == [
+        "site k",
+        "site m",
+        "site z",
+        "site a",
+    ]
     assert again.engine.book.run == trial.engine.book.run
-    assert json.loads((tmp_path / "run" / "federation.json").read_text())["sites"] == ["k", "m", "z", "a"]
+    assert json.loads((tmp_path / "run" / "federation.json").read_text())["sites"] == [
+        "k",
+        "m",
+        "z",
+        "a",
+    ]
 
 
 def test_known_sites_are_numbered_before_they_come(trial: Trial) -> None:
@@ -278,7 +331,12 @@ def test_a_greeting_carries_the_run_and_no_paths(trial: Trial) -> None:
     ((_, kind, content),) = trial.link.sent
     assert kind == wire.HELLO
     assert content.meta["run"] == trial.engine.book.run
-    assert content.meta["config"]["data"] == {"image_size": 16, "grayscale": False, "mean": [], "std": []}
+    assert content.meta["config"]["data"] == {
+        "image_size": 16,
+        "grayscale": False,
+        "mean": [],
+        "std": [],
+    }
     assert "run" not in content.meta["config"]
     assert str(trial.trainer.folder) not in json.dumps(content.meta)
 
@@ -287,10 +345,14 @@ def test_a_name_that_is_not_its_key_s_is_refused(trial: Trial) -> None:
     trial.link.join(0, Fake("a"), key="a")
     trial.link.join(1, Fake("a"), key="b")
     assert trial.engine.choose(1) == [0]
-    assert "site b cannot take part: its key is that of site b, but it calls itself a" in trial.notes
+    assert (
+        "site b cannot take part: its key is that of site b, but it calls itself a" in trial.notes
+    )
 
 
-def test_of_two_sites_with_one_name_the_second_takes_part_when_the_first_has_left(trial: Trial) -> None:
+def test_of_two_sites_with_one_name_the_second_takes_part_when_the_first_has_left(
+    trial: Trial,
+) -> None:
     """Without keys a site that restarts is another node, and its old one seems to be there for some seconds."""
     trial.link.join(0, Fake("a"))
     assert trial.engine.choose(1) == [0]
@@ -326,7 +388,9 @@ def test_who_does_not_greet_back_takes_no_part(trial: Trial, reply: Content, rea
     assert trial.notes.count("cannot take part") == 1  # Not asked again, until it reconnects.
 
 
-def test_a_greeting_that_got_lost_is_sent_again(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greeting_that_got_lost_is_sent_again(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receive, lost = trial.link.receive, []
 
     def lose(messages: list[str]) -> list[Reply]:

@@ -92,13 +92,20 @@ def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
 
     trial.link.sites = come_back  # type: ignore[method-assign]
     assert isinstance(next(step), Update)
-    assert [kind for _, kind, _ in trial.link.sent] == [wire.HELLO, wire.TRAIN, wire.HELLO, wire.TRAIN]
+    assert [kind for _, kind, _ in trial.link.sent] == [
+        wire.HELLO,
+        wire.TRAIN,
+        wire.HELLO,
+        wire.TRAIN,
+    ]
     assert trial.link.sent[3][2].meta == trial.link.sent[1][2].meta
     assert "site a was away and is asked again" in trial.notes
     assert list(step) == []
 
 
-def test_a_site_that_connects_anew_is_not_there_for_a_moment(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_connects_anew_is_not_there_for_a_moment(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its old connection has ended, its new one has not begun: its message is answered by the SuperLink, for it."""
     monkeypatch.setattr(flower, "GRACE_SECONDS", 60.0)
     trial.link.join(0, Fake("a"))
@@ -123,12 +130,16 @@ def test_a_site_that_connects_anew_is_not_there_for_a_moment(trial: Trial, monke
     assert "site a was away and is asked again" in trial.notes
 
 
-def test_an_upload_that_broke_off_is_given_up(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_broke_off_is_given_up(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The site is there, as far as anyone knows, and its answer will never come."""
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
     monkeypatch.setattr(
-        trial.link, "receive", lambda messages: [Reply(messages[0], None, "its upload broke off", offline=True)]
+        trial.link,
+        "receive",
+        lambda messages: [Reply(messages[0], None, "its upload broke off", offline=True)],
     )
     assert trial.run([0]) == [Lost(0, wire.GONE)]
 
@@ -189,7 +200,9 @@ def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:
         ({"metrics": {"images": 0}}, "it tells images, which is the coordinator's"),
     ],
 )
-def test_answers_that_make_no_sense_are_a_fault(trial: Trial, changed: dict[str, Any], reason: str) -> None:
+def test_answers_that_make_no_sense_are_a_fault(
+    trial: Trial, changed: dict[str, Any], reason: str
+) -> None:
     trial.link.join(0, Fake("a", **changed))
     trial.engine.choose(1)
     (lost,) = trial.run([0], ClientMemory(last_round=1, steps=6, epochs=1), round=2)
@@ -198,10 +211,14 @@ def test_answers_that_make_no_sense_are_a_fault(trial: Trial, changed: dict[str,
     assert reason in lost.reason
 
 
-def test_answers_that_cannot_be_read_are_a_fault(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_cannot_be_read_are_a_fault(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
-    monkeypatch.setattr(trial.link, "receive", lambda messages: [Reply(messages[0], None, "it cannot be read")])
+    monkeypatch.setattr(
+        trial.link, "receive", lambda messages: [Reply(messages[0], None, "it cannot be read")]
+    )
     assert trial.run([0]) == [Lost(0, "it cannot be read", fault=True)]
 
 

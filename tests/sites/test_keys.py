@@ -21,7 +21,11 @@ from fedx_pl.sites import keys
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def certificate(file: Path) -> x509.Certificate:
@@ -53,7 +57,9 @@ def test_everything_is_made_and_secrets_are_the_owner_s(tmp_path: Path) -> None:
 def test_a_secret_is_hidden_whatever_was_there_before(tmp_path: Path) -> None:
     keys.make(tmp_path, "old.example.org", 8000, ["a"])
     (tmp_path / "server" / "server.key").chmod(0o644)
-    keys.make(tmp_path, "new.example.org", 8000, ["a"])  # Another host: another certificate and key.
+    keys.make(
+        tmp_path, "new.example.org", 8000, ["a"]
+    )  # Another host: another certificate and key.
     assert stat.S_IMODE((tmp_path / "server" / "server.key").stat().st_mode) == 0o600
 
 
@@ -61,7 +67,10 @@ def test_a_secret_is_hidden_whatever_was_there_before(tmp_path: Path) -> None:
 def test_the_certificate_is_the_ca_s_and_names_the_host(tmp_path: Path, host: str) -> None:
     """Checked by cryptography's path validation, and by OpenSSL, which is what sites use."""
     keys.make(tmp_path, host, 8000, ["a"])
-    ca, own = certificate(tmp_path / "sites" / "a" / "ca.crt"), certificate(tmp_path / "server" / "server.crt")
+    ca, own = (
+        certificate(tmp_path / "sites" / "a" / "ca.crt"),
+        certificate(tmp_path / "server" / "server.crt"),
+    )
     own.verify_directly_issued_by(ca)
     assert (ca.not_valid_after_utc - ca.not_valid_before_utc).days == 365 * keys.YEARS
     builder = PolicyBuilder().store(Store([ca]))
@@ -70,7 +79,9 @@ def test_the_certificate_is_the_ca_s_and_names_the_host(tmp_path: Path, host: st
     with pytest.raises(x509.verification.VerificationError):
         builder.build_server_verifier(subject("else.example.org")).verify(own, [])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server" / "server.crt", tmp_path / "server" / "server.key")  # They match.
+    context.load_cert_chain(
+        tmp_path / "server" / "server.crt", tmp_path / "server" / "server.key"
+    )  # They match.
 
 
 def test_a_second_call_keeps_the_old_keys_and_adds_sites(tmp_path: Path) -> None:
@@ -79,9 +90,9 @@ def test_a_second_call_keeps_the_old_keys_and_adds_sites(tmp_path: Path) -> None
     keys.make(tmp_path, "host", 8000, ["a", "b"])
     after = files(tmp_path)
     assert {name: after[name] for name in before} == before
-    assert set(after) - set(before) == {f"sites/b/{name}" for name in ("ca.crt", "site.key", "site.json")} | {
-        "server/sites/b.pub"
-    }
+    assert set(after) - set(before) == {
+        f"sites/b/{name}" for name in ("ca.crt", "site.key", "site.json")
+    } | {"server/sites/b.pub"}
     assert after["sites/b/ca.crt"] == before["sites/a/ca.crt"]
     assert list(keys.load_server(tmp_path / "server").sites) == ["a", "b"]
 
@@ -100,14 +111,21 @@ def test_another_host_makes_another_certificate_of_the_same_ca(tmp_path: Path) -
     assert json.loads(after["sites/a/site.json"]) == {"name": "a", "server": "new.example.org:9000"}
 
 
-def test_a_coordinator_s_folder_that_was_moved_away_is_made_again_by_the_same_ca(tmp_path: Path) -> None:
+def test_a_coordinator_s_folder_that_was_moved_away_is_made_again_by_the_same_ca(
+    tmp_path: Path,
+) -> None:
     """As after `keys/server` went to the coordinator and the rest stayed where ca.key is."""
     folder = tmp_path / "keys"
     keys.make(folder, "host", 8000, ["a"])
-    ca, public = (folder / "ca.crt").read_bytes(), (folder / "server" / "sites" / "a.pub").read_bytes()
+    ca, public = (
+        (folder / "ca.crt").read_bytes(),
+        (folder / "server" / "sites" / "a.pub").read_bytes(),
+    )
     (folder / "server").rename(tmp_path / "elsewhere")
     keys.make(folder, "host", 8000, ["a", "b"])
-    assert (folder / "ca.crt").read_bytes() == ca == (folder / "sites" / "b" / "ca.crt").read_bytes()
+    assert (
+        (folder / "ca.crt").read_bytes() == ca == (folder / "sites" / "b" / "ca.crt").read_bytes()
+    )
     assert keys.load_server(folder / "server").sites["a"] == public
 
 
@@ -115,7 +133,9 @@ def test_without_ca_key_no_other_ca_is_put_in_its_place(tmp_path: Path) -> None:
     keys.make(tmp_path, "host", 8000, ["a"])
     (tmp_path / "ca.key").unlink()
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"ca\.key and ca\.crt are needed .*put them back, or choose another --out"):
+    with pytest.raises(
+        UserError, match=r"ca\.key and ca\.crt are needed .*put them back, or choose another --out"
+    ):
         keys.make(tmp_path, "host", 8000, ["b"])
     assert files(tmp_path) == before
 
@@ -131,7 +151,9 @@ def test_a_site_s_folder_is_read_back(tmp_path: Path) -> None:
 def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
     keys.make(tmp_path / "six", "2001:db8::7", 8000, ["a"])
     assert keys.load_site(tmp_path / "six" / "sites" / "a").server == "[2001:db8::7]:8000"
-    with pytest.raises(UserError, match=r"--host höst\.example\.org: .*by which sites reach this machine"):
+    with pytest.raises(
+        UserError, match=r"--host höst\.example\.org: .*by which sites reach this machine"
+    ):
         keys.make(tmp_path / "keys", "höst.example.org", 8000, ["a"])
     assert not (tmp_path / "keys").exists()
 
@@ -148,24 +170,34 @@ def test_a_name_in_a_site_s_keys_that_is_no_file_name_is_refused(tmp_path: Path)
     (tmp_path / "site.json").write_text(json.dumps({"name": "../../x", "server": "host:8000"}))
     with pytest.raises(UserError, match=r"\.\./\.\./x: a site's name has letters"):
         keys.load_site(tmp_path)
-    assert main(["federate", "client", "--data", str(tmp_path), "--insecure", "--name", "../x"]) == 2
+    assert (
+        main(["federate", "client", "--data", str(tmp_path), "--insecure", "--name", "../x"]) == 2
+    )
 
 
-def test_a_site_s_folder_is_found_where_the_keys_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_s_folder_is_found_where_the_keys_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys.make(tmp_path / "keys", "host", 8000, ["site-a", "site-b"])
     monkeypatch.chdir(tmp_path)
     for wrong in ("site-a", "keys/site-a", "keys/server/../site-a"):
         with pytest.raises(UserError, match=r"did you mean --keys \S*keys\S*/sites/site-a\?"):
             keys.load_site(Path(wrong))
     for wrong in (".", "keys", "keys/sites"):
-        with pytest.raises(UserError, match=r"did you mean --keys keys/sites/site-a or keys/sites/site-b\?"):
+        with pytest.raises(
+            UserError, match=r"did you mean --keys keys/sites/site-a or keys/sites/site-b\?"
+        ):
             keys.load_site(Path(wrong))
 
 
 def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not hold a site's keys .*fedx-pl federate keys.*KEYS/sites/NAME"):
+    with pytest.raises(
+        UserError, match=r"does not hold a site's keys .*fedx-pl federate keys.*KEYS/sites/NAME"
+    ):
         keys.load_site(tmp_path)
-    with pytest.raises(UserError, match=r"ca\.crt is missing; type fedx-pl federate keys --host .* or --insecure"):
+    with pytest.raises(
+        UserError, match=r"ca\.crt is missing; type fedx-pl federate keys --host .* or --insecure"
+    ):
         keys.load_server(tmp_path)
     keys.make(tmp_path, "host", 8000, ["a"])
     (tmp_path / "server" / "sites" / "a.pub").unlink()
@@ -185,7 +217,9 @@ def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an elliptic-curve key"):
         keys.load_site(place)
     locked = ec.generate_private_key(ec.SECP384R1())
-    (place / "site.key").write_bytes(locked.private_bytes(*form, serialization.BestAvailableEncryption(b"secret")))
+    (place / "site.key").write_bytes(
+        locked.private_bytes(*form, serialization.BestAvailableEncryption(b"secret"))
+    )
     with pytest.raises(UserError, match="not a readable key"):
         keys.load_site(place)
 
@@ -210,11 +244,15 @@ def test_a_revoked_key_never_comes_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert known.sites["b"] != before
     assert keys.public_pem(keys.load_site(folder / "sites" / "b").private) == known.sites["b"]
     stolen.write_bytes(before)
-    with pytest.raises(UserError, match=r"b\.pub is a key that was revoked; remove it, then type .* --sites b"):
+    with pytest.raises(
+        UserError, match=r"b\.pub is a key that was revoked; remove it, then type .* --sites b"
+    ):
         keys.load_server(folder / "server")
 
 
-def test_revoking_says_whose_keys_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoking_says_whose_keys_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys.make(tmp_path, "host", 8000, ["a", "b"])
     before = files(tmp_path)
     assert main(["federate", "keys", "--out", str(tmp_path), "--revoke", "a,c"]) == 2
@@ -225,15 +263,21 @@ def test_revoking_says_whose_keys_there_are(tmp_path: Path, capsys: pytest.Captu
     assert "--sites hospital-a,hospital-b, or --revoke hospital-a" in capsys.readouterr().err
 
 
-def test_certificates_that_end_are_named_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_that_end_are_named_and_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(keys, "YEARS", 0)  # They end as they begin.
         keys.make(tmp_path, "host", 8000, ["a", "b"])
     site, server = tmp_path / "sites" / "a", tmp_path / "server"
     public = files(server / "sites")
-    with pytest.raises(UserError, match=r"a/ca\.crt has ended on \d+-\d+-\d+; ask the coordinator for its ca\.crt"):
+    with pytest.raises(
+        UserError, match=r"a/ca\.crt has ended on \d+-\d+-\d+; ask the coordinator for its ca\.crt"
+    ):
         keys.load_site(site)
-    with pytest.raises(UserError, match=r"server/ca\.crt has ended on .*; type fedx-pl federate keys --sites NAME"):
+    with pytest.raises(
+        UserError, match=r"server/ca\.crt has ended on .*; type fedx-pl federate keys --sites NAME"
+    ):
         keys.load_server(server)
     lines = keys.make(tmp_path, "host", 8000, ["a"])
     assert "send it to every site" in lines[0]
@@ -241,7 +285,9 @@ def test_certificates_that_end_are_named_and_made_anew(tmp_path: Path, monkeypat
     keys.load_site(site)
     keys.load_site(tmp_path / "sites" / "b")
     assert files(server / "sites") == public
-    certificate(server / "server.crt").verify_directly_issued_by(certificate(tmp_path / "sites" / "b" / "ca.crt"))
+    certificate(server / "server.crt").verify_directly_issued_by(
+        certificate(tmp_path / "sites" / "b" / "ca.crt")
+    )
     assert not any("send it" in line for line in keys.make(tmp_path, "host", 8000, ["a"]))
     with monkeypatch.context() as patch:  # Only the coordinator's ends.
         patch.setattr(keys, "YEARS", 0)
@@ -279,7 +325,10 @@ def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     keys.make(tmp_path / "one", "host", 8000, ["a"])
     keys.make(tmp_path / "two", "host", 8000, ["a"])
     server = tmp_path / "one" / "server"
-    for name, reason in (("server.key", "is not the certificate of"), ("ca.crt", "is not of the CA in")):
+    for name, reason in (
+        ("server.key", "is not the certificate of"),
+        ("ca.crt", "is not of the CA in"),
+    ):
         before = (server / name).read_bytes()
         (server / name).write_bytes((tmp_path / "two" / "server" / name).read_bytes())
         with pytest.raises(UserError, match=reason):
@@ -292,7 +341,9 @@ def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
 def test_keys_that_others_can_read_are_refused(tmp_path: Path, mode: int) -> None:
     keys.make(tmp_path, "host", 8000, ["a"])
     (tmp_path / "sites" / "a" / "site.key").chmod(mode)
-    with pytest.raises(UserError, match=r"site\.key can be read by others .* type chmod 600 .*site\.key"):
+    with pytest.raises(
+        UserError, match=r"site\.key can be read by others .* type chmod 600 .*site\.key"
+    ):
         keys.load_site(tmp_path / "sites" / "a")
     (tmp_path / "server" / "server.key").chmod(mode)
     with pytest.raises(UserError, match=r"server\.key can be read by others .* type chmod 600"):
@@ -306,10 +357,16 @@ def test_only_the_kind_of_key_that_we_make(tmp_path: Path) -> None:
     keys.make(tmp_path, "host", 8000, ["a", "b"])
     form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     small = ec.generate_private_key(ec.SECP256R1())
-    (tmp_path / "sites" / "a" / "site.key").write_bytes(small.private_bytes(*form, serialization.NoEncryption()))
+    (tmp_path / "sites" / "a" / "site.key").write_bytes(
+        small.private_bytes(*form, serialization.NoEncryption())
+    )
     with pytest.raises(UserError, match="not an elliptic-curve key"):
         keys.load_site(tmp_path / "sites" / "a")
-    for other in (small, rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()):
+    for other in (
+        small,
+        rsa.generate_private_key(65537, 2048),
+        ed25519.Ed25519PrivateKey.generate(),
+    ):
         public = other.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
@@ -319,7 +376,20 @@ def test_only_the_kind_of_key_that_we_make(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["https://host", "host:8000", "a b", "host/x", "-host", "a..b", "", "*.org", "1.2.3", "x" * 64, "a" * 300]
+    "host",
+    [
+        "https://host",
+        "host:8000",
+        "a b",
+        "host/x",
+        "-host",
+        "a..b",
+        "",
+        "*.org",
+        "1.2.3",
+        "x" * 64,
+        "a" * 300,
+    ],
 )
 def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
     with pytest.raises(UserError, match="is no host name or address; type"):
@@ -339,7 +409,16 @@ def test_each_site_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["federate", "keys", "--out", str(tmp_path / "keys"), "--host", "host", "--port", "9000"]
+    words = [
+        "federate",
+        "keys",
+        "--out",
+        str(tmp_path / "keys"),
+        "--host",
+        "host",
+        "--port",
+        "9000",
+    ]
     assert main([*words, "--sites", " a, b,"]) == 0
     assert sorted(file.name for file in (tmp_path / "keys" / "sites").iterdir()) == ["a", "b"]
     assert "fedx-pl federate client --data IMAGES --keys a" in capsys.readouterr().out

@@ -34,9 +34,13 @@ def test_a_budget_ends_after_as_many_answers_as_it_is_worth(tmp_path: Path) -> N
         Ledger(tmp_path).require_budget(own(), noise=10.0)
         Ledger(tmp_path).add(10.0)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"answer 6 .* over all its runs; it allows privacy.max_epsilon=2"):
+        with pytest.raises(
+            UserError, match=r"answer 6 .* over all its runs; it allows privacy.max_epsilon=2"
+        ):
             Ledger(tmp_path).require_budget(own(), noise=10.0)
-    Ledger(tmp_path).require_budget(own(), noise=40.0)  # With more noise there is room for one more.
+    Ledger(tmp_path).require_budget(
+        own(), noise=40.0
+    )  # With more noise there is room for one more.
     Ledger(tmp_path).require_budget(own(max_epsilon=0), noise=0.0)  # No budget.
 
 
@@ -59,13 +63,21 @@ def test_what_left_without_noise_counts_when_a_budget_is_set_later(tmp_path: Pat
         lambda text: "\udcff",
     ],
 )
-def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path: Path, damage: Callable[[str], str]) -> None:
+def test_a_damaged_ledger_is_refused_and_left_as_it_is(
+    tmp_path: Path, damage: Callable[[str], str]
+) -> None:
     for _ in range(5):
         Ledger(tmp_path).add(10.0)
     ledger, file = Ledger(tmp_path), tmp_path / FILE
     file.write_bytes(content := damage(file.read_text()).encode(errors="surrogateescape"))
-    for attempt in (lambda: Ledger(tmp_path), lambda: ledger.add(10.0), lambda: ledger.require_budget(own(), 10.0)):
-        with pytest.raises(UserError, match=rf"{re.escape(str(file))} is damaged .* backup.*--state ANOTHER"):
+    for attempt in (
+        lambda: Ledger(tmp_path),
+        lambda: ledger.add(10.0),
+        lambda: ledger.require_budget(own(), 10.0),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{re.escape(str(file))} is damaged .* backup.*--state ANOTHER"
+        ):
             attempt()
     assert file.read_bytes() == content
 

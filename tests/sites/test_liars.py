@@ -37,9 +37,9 @@ def no_constants(name: str) -> None:
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rounds in metrics.json, which must be JSON to the letter."""
-    rows: list[dict[str, Any]] = json.loads((folder / "metrics.json").read_text(), parse_constant=no_constants)[
-        "rounds"
-    ]
+    rows: list[dict[str, Any]] = json.loads(
+        (folder / "metrics.json").read_text(), parse_constant=no_constants
+    )["rounds"]
     return rows
 
 
@@ -58,9 +58,13 @@ def test_names_beyond_the_bound_are_the_teller_s_own_fault(tmp_path: Path) -> No
 
     def inventive(kind: str, content: Content) -> Content | None:
         number = content.meta.get("round")
-        return Fake("a", losses={"total": 1.0, **{f"r{number}_{i}": 1.0 for i in range(60)}})(kind, content)
+        return Fake("a", losses={"total": 1.0, **{f"r{number}_{i}": 1.0 for i in range(60)}})(
+            kind, content
+        )
 
-    trainer, notes = federate(tmp_path, {"a": inventive, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=2")
+    trainer, notes = federate(
+        tmp_path, {"a": inventive, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=2"
+    )
     assert [row["clients"] for row in trainer.history] == [3, 2]
     assert "round 2: dropped site a: it tells too many different numbers" in notes
 
@@ -94,7 +98,8 @@ def telling(name: str, loss: str) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("1e308", "-1e308"), ("1e308", "1e308"), ("Infinity", "-Infinity"), ("1e999", "-1e999")]
+    ("first", "second"),
+    [("1e308", "-1e308"), ("1e308", "1e308"), ("Infinity", "-Infinity"), ("1e999", "-1e999")],
 )
 def test_absurd_losses_of_two_sites_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
@@ -136,8 +141,12 @@ def test_metrics_are_json_even_if_no_site_tells_a_loss(tmp_path: Path) -> None:
     assert math.isnan(trainer.history[0]["loss"])
 
 
-@pytest.mark.parametrize("lie", [{"rankme": -1e300}, {"rankme": 0.5}, {"rankme": 1.0, "uniformity": 0.0}])
-def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(tmp_path: Path, lie: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "lie", [{"rankme": -1e300}, {"rankme": 0.5}, {"rankme": 1.0, "uniformity": 0.0}]
+)
+def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(
+    tmp_path: Path, lie: dict[str, float]
+) -> None:
     """The first two are impossible; the last could be, and is one of three."""
     honest = {"rankme": 40.0, "uniformity": -3.0}
     sites = {"a": Fake("a", metrics=lie)} | {name: Fake(name, metrics=honest) for name in "bc"}
@@ -148,7 +157,9 @@ def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(tmp_path: Pa
 
 
 def test_a_collapse_that_most_sites_see_stops_the_run(tmp_path: Path) -> None:
-    sites = {name: Fake(name, metrics={"rankme": 1.0}) for name in "ab"} | {"c": Fake("c", metrics={"rankme": 1e8})}
+    sites = {name: Fake(name, metrics={"rankme": 1.0}) for name in "ab"} | {
+        "c": Fake("c", metrics={"rankme": 1e8})
+    }
     with pytest.raises(UserError, match="the encoder has collapsed"):
         federate(tmp_path, sites, "federation.rounds=3", "on_collapse=stop")
 
@@ -158,12 +169,21 @@ def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
 ) -> None:
     """By a clock that goes on by a second whenever it is looked at; a round waits for --timeout of them."""
     seconds = itertools.count()
-    monkeypatch.setattr(flower, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None))
+    monkeypatch.setattr(
+        flower,
+        "time",
+        SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None),
+    )
     mute = Fake("a")
     mute.deaf = True
-    trainer, notes = federate(tmp_path, {"a": mute, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=5", timeout=30)
+    trainer, notes = federate(
+        tmp_path, {"a": mute, "b": Fake("b"), "c": Fake("c")}, "federation.rounds=5", timeout=30
+    )
     assert notes.count("dropped site a: no answer within 30 s") == 3
-    assert "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a" in notes
+    assert (
+        "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a"
+        in notes
+    )
     assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]
 
 
@@ -181,12 +201,16 @@ class Poisoner(Fake):
         found = super().__call__(kind, content)
         if kind == wire.HELLO or found is None:
             return found
-        return found._replace(tensors={name: self.change(name, t) for name, t in found.tensors.items()})
+        return found._replace(
+            tensors={name: self.change(name, t) for name, t in found.tensors.items()}
+        )
 
 
 def scaled(factor: float) -> Callable[[str, Tensor], Tensor]:
     """All weights times a factor; statistics and counters stay."""
-    return lambda name, t: t if name.endswith(("running_mean", "running_var", "tracked")) else t * factor
+    return lambda name, t: (
+        t if name.endswith(("running_mean", "running_var", "tracked")) else t * factor
+    )
 
 
 def filled(end: str, value: float) -> Callable[[str, Tensor], Tensor]:
@@ -222,7 +246,9 @@ def test_poison_of_permitted_length_is_refused_by_the_plain_mean_too(
     assert parts.same(parts.weights(tmp_path, 1), untrained())
 
 
-def test_by_default_a_site_moves_the_model_by_its_share_of_the_usual_way_whatever_it_claims(tmp_path: Path) -> None:
+def test_by_default_a_site_moves_the_model_by_its_share_of_the_usual_way_whatever_it_claims(
+    tmp_path: Path,
+) -> None:
     """a and b go 1% of the way, c ten times as far and claims all images of the world: it is clipped to 2%, and half.
 
     (1 + 1) / 4 + 2 / 2 = 1.5%; the plain mean by its own claim would be 10%.
@@ -230,7 +256,9 @@ def test_by_default_a_site_moves_the_model_by_its_share_of_the_usual_way_whateve
     sites = {name: Poisoner(name, scaled(1.01)) for name in "ab"}
     sites["c"] = Poisoner("c", scaled(1.1), images=10_000_000)
     _, notes = federate(tmp_path, sites, "federation.rounds=1", *REAL_SITES)
-    after, before = (state["backbone.conv1.weight"].norm() for state in (parts.weights(tmp_path, 1), untrained()))
+    after, before = (
+        state["backbone.conv1.weight"].norm() for state in (parts.weights(tmp_path, 1), untrained())
+    )
     assert (after / before).item() == pytest.approx(1.015, rel=1e-4)
     assert "its 10,000,000 images count as 20, aggregate.max_share=0.5" in notes
     assert "the change of its weights was clipped" in notes

@@ -71,7 +71,9 @@ def coordinator(made: Path, port: int, tmp_path_factory: pytest.TempPathFactory)
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, most))
         try:
-            found = Link(tmp_path_factory.mktemp("run"), "127.0.0.2", port, keys.load_server(made / "server"))
+            found = Link(
+                tmp_path_factory.mktemp("run"), "127.0.0.2", port, keys.load_server(made / "server")
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
         yield found
@@ -119,7 +121,9 @@ def wait(coordinator: Link, *messages: str, seconds: float = PATIENCE) -> list[R
     give_up, found = time.monotonic() + seconds, []
     while len(found) < len(messages):
         assert time.monotonic() < give_up, found
-        found += coordinator.receive([one for one in messages if one not in {reply.message for reply in found}])
+        found += coordinator.receive(
+            [one for one in messages if one not in {reply.message for reply in found}]
+        )
         time.sleep(0.05)
     return found
 
@@ -131,7 +135,9 @@ def names(coordinator: Link) -> list[str]:
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
 
-def test_a_registered_site_gets_in_and_answers(coordinator: Link, join: Callable[[str], Joined]) -> None:
+def test_a_registered_site_gets_in_and_answers(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
     site = join("a")
     (seen,) = coordinator.sites()
     assert (seen.name, seen.node) == ("a", site.node.number)
@@ -173,16 +179,26 @@ def test_an_unregistered_key_is_refused(coordinator: Link, made: Path, port: int
 
 def test_without_a_key_nothing_is_answered(coordinator: Link, made: Path, port: int) -> None:
     trusted = ssl.create_default_context(cafile=str(made / "ca.crt"))
-    with httpx.Client(verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False) as client:
+    with httpx.Client(
+        verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False
+    ) as client:
         headers = {"content-type": "application/x-protobuf"}
-        for call in ("register-node", "activate-node", "pull-messages", "push-messages", "pull-object"):
+        for call in (
+            "register-node",
+            "activate-node",
+            "pull-messages",
+            "push-messages",
+            "pull-object",
+        ):
             found = client.post(f"/v1/fleet/{call}", content=b"", headers=headers)
             assert 400 <= found.status_code < 500, (call, found.text)
             assert found.status_code == 401 or not found.content or b"node_id" not in found.content
     assert coordinator.sites() == []
 
 
-def test_a_coordinator_of_another_ca_is_not_trusted(coordinator: Link, made: Path, port: int, tmp_path: Path) -> None:
+def test_a_coordinator_of_another_ca_is_not_trusted(
+    coordinator: Link, made: Path, port: int, tmp_path: Path
+) -> None:
     keys.make(tmp_path, "127.0.0.1", port, ["a"])  # The right host, the wrong authority.
     known = keys.load_site(made / "sites" / "a")
     with pytest.raises(WrongCertificate, match="not one of this federation's CA"):
@@ -208,27 +224,49 @@ def test_plaintext_is_refused(coordinator: Link, made: Path, port: int) -> None:
     with pytest.raises(Unreachable):
         Node(f"127.0.0.1:{port}", None, known.private)
     with socket.create_connection(("127.0.0.1", port), timeout=120) as plain:
-        plain.sendall(b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        plain.sendall(
+            b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+        )
         plain.settimeout(120)
         assert not plain.recv(100).startswith(b"HTTP/1.1 2")
     assert coordinator.sites() == []
 
 
 def test_the_command_of_a_site_that_is_not_let_in_ends_and_tells_why(
-    coordinator: Link, made: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    coordinator: Link,
+    made: Path,
+    port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setattr(commands, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     keys.make(tmp_path / "keys", "localhost", port, ["stranger"])
-    words = ["federate", "client", "--data", str(tmp_path), "--keys", str(tmp_path / "keys" / "sites" / "stranger")]
+    words = [
+        "federate",
+        "client",
+        "--data",
+        str(tmp_path),
+        "--keys",
+        str(tmp_path / "keys" / "sites" / "stranger"),
+    ]
     assert main(words) == 2
-    assert f"localhost:{port} is not the coordinator of this site's keys: its certificate" in capsys.readouterr().err
-    (tmp_path / "keys" / "sites" / "stranger" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
+    assert (
+        f"localhost:{port} is not the coordinator of this site's keys: its certificate"
+        in capsys.readouterr().err
+    )
+    (tmp_path / "keys" / "sites" / "stranger" / "ca.crt").write_bytes(
+        (made / "ca.crt").read_bytes()
+    )
     assert main(words) == 2
     error = capsys.readouterr().err
     assert f"the coordinator at localhost:{port} refuses this site" in error
-    assert "ask there for this site's key in KEYS/server/sites, and see that this machine's clock is right" in error
+    assert (
+        "ask there for this site's key in KEYS/server/sites, and see that this machine's clock is right"
+        in error
+    )
     assert coordinator.sites() == []
 
 
@@ -250,7 +288,9 @@ def test_a_key_is_in_use_once_and_its_owner_may_come_back_at_once(
         again.close(leave=True)
 
 
-def test_a_node_that_was_put_in_by_another_way_is_no_site(coordinator: Link, made: Path, port: int) -> None:
+def test_a_node_that_was_put_in_by_another_way_is_no_site(
+    coordinator: Link, made: Path, port: int
+) -> None:
     """The door knows the keys that the coordinator started with, whatever Flower has been told."""
     from flwr.proto.control_pb2 import RegisterNodeRequest
 
@@ -276,14 +316,18 @@ def test_a_clock_that_is_half_a_minute_ahead_is_no_reason(
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
 
     monkeypatch.setattr(flower, "now", later)
-    monkeypatch.setattr(superlink, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())}))
+    monkeypatch.setattr(
+        superlink, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())})
+    )
     join("a")
 
 
 # --- who is on the same machine, or has no key ------------------------------------------------------------------------
 
 
-def test_a_local_user_reaches_nothing_of_the_coordinator_s(coordinator: Link, made: Path, port: int) -> None:
+def test_a_local_user_reaches_nothing_of_the_coordinator_s(
+    coordinator: Link, made: Path, port: int
+) -> None:
     """Neither register a node, list sites, stop the run nor greet sites: not by the port, not by the entrance."""
     from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StopRunRequest
     from flwr.supercore.control.control_http_client import ControlHttpClient
@@ -301,7 +345,9 @@ def test_a_local_user_reaches_nothing_of_the_coordinator_s(coordinator: Link, ma
         assert refused.value.response.status_code == 403
     control.close()
     trusted = ssl.create_default_context(cafile=str(made / "ca.crt"))
-    with httpx.Client(verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False) as client:
+    with httpx.Client(
+        verify=trusted, base_url=f"https://127.0.0.1:{port}", trust_env=False
+    ) as client:
         for path in ("/health", "/docs", "/v1/runtime/get-nodes", "/v1/runtime/push-messages"):
             assert client.post(path).status_code == 403
             assert client.get(path).status_code == 403
@@ -311,7 +357,9 @@ def test_a_local_user_reaches_nothing_of_the_coordinator_s(coordinator: Link, ma
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
-def half_request(port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLSocket:
+def half_request(
+    port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+) -> ssl.SSLSocket:
     """A TLS connection that has sent some bytes and goes on waiting."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.maximum_version = version
@@ -324,7 +372,9 @@ def half_request(port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.
 
 def test_a_large_body_without_a_key_is_refused_unread(coordinator: Link, port: int) -> None:
     """The answer comes while nothing but the head was sent."""
-    head = "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+    head = (
+        "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+    )
     with half_request(port, f"{head}Content-Length: 300000000\r\n\r\n") as stranger:
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")
 
@@ -339,7 +389,9 @@ def test_half_requests_do_not_keep_sites_out(
     coordinator: Link, join: Callable[[str], Joined], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the open files that the SuperLink was started with; some have not even begun with TLS."""
-    half = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(DESCRIPTORS)]
+    half = [
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(DESCRIPTORS)
+    ]
     half += [half_request(port, "POST /v1/fleet/pull-messages HTTP/1.1\r\nHo") for _ in range(50)]
     try:
         site = join("a")
@@ -392,7 +444,10 @@ def test_a_site_sends_no_instructions_and_none_in_another_s_name(
 ) -> None:
     """b greets a in the coordinator's name, answers in a's, and says something that nobody has asked for."""
     a, b = join("a"), join("b")
-    run, asked = coordinator._grid.run.run_id, coordinator.send(a.node.number, wire.TRAIN, HELLO, 600)
+    run, asked = (
+        coordinator._grid.run.run_id,
+        coordinator.send(a.node.number, wire.TRAIN, HELLO, 600),
+    )
     with pytest.raises(Refused, match="in the name of another"):
         push(b, run_id=run, src_node_id=1, dst_node_id=a.node.number)
     with pytest.raises(Refused, match="in the name of another"):
@@ -455,10 +510,18 @@ def test_a_site_believes_only_what_the_coordinator_signed_for_it(
     assert a.next().content is not None
     assert "it has come before" in error_of(right)
     coordinator._grid.push_messages(
-        [make_message(metadata=Message(right, a.node.number, wire.HELLO, ttl=600).metadata, error=Error(0, "boo"))]
+        [
+            make_message(
+                metadata=Message(right, a.node.number, wire.HELLO, ttl=600).metadata,
+                error=Error(0, "boo"),
+            )
+        ]
     )
     incoming = a.next()
-    assert (incoming.content, incoming.error) == (None, "it is an error, which the coordinator never sends")
+    assert (incoming.content, incoming.error) == (
+        None,
+        "it is an error, which the coordinator never sends",
+    )
     a.answer(incoming, Content({"site": "a", "error": "no"}, {}))
 
 
@@ -475,7 +538,12 @@ def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], 
         asked = coordinator.send(site.node.number, wire.HELLO, HELLO, 600)
         site.next()
         children = [ObjectTree(object_id=before), ObjectTree(object_id=before)]
-        push(site, ObjectTree(object_id=name, children=children), run_id=run, reply_to_message_id=asked)
+        push(
+            site,
+            ObjectTree(object_id=name, children=children),
+            run_id=run,
+            reply_to_message_id=asked,
+        )
 
     double("1" * 64, before="0" * 64)  # As large as it looks.
     with pytest.raises(Refused, match="parts that are known with other parts"):
@@ -508,7 +576,12 @@ def test_an_answer_that_repeats_a_part_is_not_unfolded(
     def repeated(self: Array) -> bytes:
         from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
-        told = {"dtype": "uint8", "shape": [9], "stype": "safetensors", "arraychunk_ids": [0] * 1000}
+        told = {
+            "dtype": "uint8",
+            "shape": [9],
+            "stype": "safetensors",
+            "arraychunk_ids": [0] * 1000,
+        }
         return add_header_to_object_body(json.dumps(told).encode(), self)
 
     with monkeypatch.context() as patch:
@@ -528,8 +601,13 @@ def test_an_upload_that_stops_keeps_nobody_waiting(
 ) -> None:
     """a announces its answer and is cut off; b's answer is there at once. Then a uploads the rest after all."""
     a, b = join("a"), join("b")
-    lives = 600.0  # A coordinator that waited for a's upload would wait as long as the message lives.
-    asked = {name: coordinator.send(one.node.number, wire.TRAIN, HELLO, lives) for name, one in (("a", a), ("b", b))}
+    lives = (
+        600.0  # A coordinator that waited for a's upload would wait as long as the message lives.
+    )
+    asked = {
+        name: coordinator.send(one.node.number, wire.TRAIN, HELLO, lives)
+        for name, one in (("a", a), ("b", b))
+    }
     incoming = a.next()
     rest: list[Any] = []
     monkeypatch.setattr(node, "push_objects", lambda *words, **more: rest.append((words, more)))
@@ -572,9 +650,18 @@ def test_made_up_answers_are_refused_and_others_are_read(
     def records() -> Iterator[RecordDict]:
         yield RecordDict({})
         yield RecordDict({"meta": ConfigRecord({"json": "{}"})})
-        yield RecordDict({"meta": ConfigRecord({"json": 3}), "tensors": ArrayRecord({"blob": blob(b"")})})
-        yield RecordDict({"meta": ConfigRecord({"json": "{"}), "tensors": ArrayRecord({"blob": blob(b"")})})
-        yield RecordDict({"meta": ConfigRecord({"json": "{}"}), "tensors": ArrayRecord({"blob": blob(b"junk" * 9)})})
+        yield RecordDict(
+            {"meta": ConfigRecord({"json": 3}), "tensors": ArrayRecord({"blob": blob(b"")})}
+        )
+        yield RecordDict(
+            {"meta": ConfigRecord({"json": "{"}), "tensors": ArrayRecord({"blob": blob(b"")})}
+        )
+        yield RecordDict(
+            {
+                "meta": ConfigRecord({"json": "{}"}),
+                "tensors": ArrayRecord({"blob": blob(b"junk" * 9)}),
+            }
+        )
 
     def blob(data: bytes) -> Array:
         return Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
@@ -597,7 +684,10 @@ def test_an_answer_cannot_pass_for_another_site_s(
 ) -> None:
     """b writes that it replies to a's message: on the envelope, where the SuperLink looks, or in the letter alone."""
     a, b = join("a"), join("b")
-    asked = {name: coordinator.send(one.node.number, wire.TRAIN, HELLO, 600) for name, one in (("a", a), ("b", b))}
+    asked = {
+        name: coordinator.send(one.node.number, wire.TRAIN, HELLO, 600)
+        for name, one in (("a", a), ("b", b))
+    }
     incoming, make, to_proto = b.next(), node.Message, node.message_to_proto
 
     def forge(record: Any, *, reply_to: Any) -> Any:
@@ -631,13 +721,19 @@ def test_words_in_an_error_do_not_reach_the_terminal_as_commands(
     site = join("a")
     message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
     incoming, make = site.next(), node.Message
-    monkeypatch.setattr(node, "Message", lambda record, *, reply_to: make(Error(0, "\x1b[2Jboo\n"), reply_to=reply_to))
+    monkeypatch.setattr(
+        node,
+        "Message",
+        lambda record, *, reply_to: make(Error(0, "\x1b[2Jboo\n"), reply_to=reply_to),
+    )
     site.answer(incoming, Content({}, {}))
     (reply,) = wait(coordinator, message)
     assert (reply.content, reply.error, reply.offline) == (None, "?[2Jboo", False)
 
 
-def test_a_message_to_a_site_that_has_left_is_answered_for_it(coordinator: Link, join: Callable[[str], Joined]) -> None:
+def test_a_message_to_a_site_that_has_left_is_answered_for_it(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
     site = join("a")
     message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
     site.leave()
@@ -650,7 +746,9 @@ def test_a_message_to_a_site_that_has_left_is_answered_for_it(coordinator: Link,
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_superlink_that_dies_is_told_and_the_port_is_free(coordinator: Link, made: Path, port: int) -> None:
+def test_a_superlink_that_dies_is_told_and_the_port_is_free(
+    coordinator: Link, made: Path, port: int
+) -> None:
     """Last, as nobody can use it afterwards."""
     os.kill(coordinator._process.pid, signal.SIGKILL)
     coordinator._process.wait(timeout=120)
@@ -659,7 +757,10 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(coordinator: Link, m
         lambda: list(coordinator.receive(["x"])),
         lambda: coordinator.send(1, "query", HELLO, 9),
     ):
-        with pytest.raises(UserError, match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on"):
+        with pytest.raises(
+            UserError,
+            match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on",
+        ):
             call()
     socket.create_server(("0.0.0.0", port)).close()
 

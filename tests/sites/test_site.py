@@ -45,7 +45,12 @@ def make_site(images: Path, tmp_path: Path) -> MakeSite:
     """Sites on one state folder: a second one is the first after a restart."""
 
     def make(*own: str, said: list[str] | None = None, allow_code: bool = False) -> Site:
-        words = [f"data.root={images}", f"data.cache={tmp_path / 'cache'}", f"run.threads={THREADS}", *own]
+        words = [
+            f"data.root={images}",
+            f"data.cache={tmp_path / 'cache'}",
+            f"run.threads={THREADS}",
+            *own,
+        ]
         report = (lambda line: None) if said is None else said.append
         return Site("a", tmp_path / "state", words, report, allow_code=allow_code)
 
@@ -61,7 +66,15 @@ def hello(*words: str, **changed: Any) -> Content:
 
 
 def train(state: State, round: int = 1, last_round: int = 0, **changed: Any) -> Content:
-    meta = {"run": RUN, "round": round, "client": 0, "last_round": last_round, "steps": 0, "epochs": 0, "health": False}
+    meta = {
+        "run": RUN,
+        "round": round,
+        "client": 0,
+        "last_round": last_round,
+        "steps": 0,
+        "epochs": 0,
+        "health": False,
+    }
     return Content(meta | changed, state)
 
 
@@ -89,9 +102,15 @@ def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_pat
     assert any("0..3009" in line for line in said)
     for site, told in (
         (make_site(root), hello("data.value_range=[0,4095]")),
-        (make_site(root, "data.value_range=[0,9999]"), hello("data.value_range=[0,4095]")),  # the coordinator's counts
+        (
+            make_site(root, "data.value_range=[0,9999]"),
+            hello("data.value_range=[0,4095]"),
+        ),  # the coordinator's counts
         (make_site(root, "data.value_range=[0,4095]"), hello()),
-        (make_site(root), hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"])),  # of the coordinator's images
+        (
+            make_site(root),
+            hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"]),
+        ),  # of the coordinator's images
     ):
         assert site.answer(wire.HELLO, told).meta["images"] == 4
         assert site.run.data.images.value_range == (0, 4095)
@@ -118,7 +137,14 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
     assert found.meta["remembered"] is True
     assert "total" in found.meta["losses"]
     assert all(math.isfinite(value) for value in found.meta["losses"].values())
-    assert found.meta["metrics"].keys() == {"lr", "angle", "rankme", "uniformity", "feature_std", "alignment"}
+    assert found.meta["metrics"].keys() == {
+        "lr",
+        "angle",
+        "rankme",
+        "uniformity",
+        "feature_std",
+        "alignment",
+    }
     assert found.tensors.keys() == first.keys()
     assert not parts.same(found.tensors, first)
     assert wire.unpack(*wire.pack(found)).meta["losses"].keys() == found.meta["losses"].keys()
@@ -144,7 +170,9 @@ def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
     assert found.meta["metrics"]["rankme"] > 2
 
 
-def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(make_site: MakeSite) -> None:
+def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(
+    make_site: MakeSite,
+) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
     before = site.run
@@ -184,7 +212,9 @@ def test_lost_private_state_starts_anew_and_is_told_to_both_sides(make_site: Mak
     found = site.answer(wire.TRAIN, train(first, 3, last_round=2, steps=6, epochs=2))
     assert found.meta["remembered"] is False
     assert "the private state of round 2 is not here; starting anew" in said
-    assert parts.same(found.tensors, make_new(make_site).answer(wire.TRAIN, train(first, 3)).tensors)
+    assert parts.same(
+        found.tensors, make_new(make_site).answer(wire.TRAIN, train(first, 3)).tensors
+    )
 
 
 def make_new(make_site: MakeSite) -> Site:
@@ -193,7 +223,9 @@ def make_new(make_site: MakeSite) -> Site:
     return site
 
 
-def test_a_function_of_one_s_own_loads_the_images_of_a_site(make_site: MakeSite, modules: Path) -> None:
+def test_a_function_of_one_s_own_loads_the_images_of_a_site(
+    make_site: MakeSite, modules: Path
+) -> None:
     (modules / "scanner.py").write_text(
         "import numpy as np\n"
         "def scans(options, report, count: int = 10):\n"
@@ -211,10 +243,14 @@ def test_a_function_of_one_s_own_loads_the_images_of_a_site(make_site: MakeSite,
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_code_of_the_coordinator_s_choice_is_refused(make_site: MakeSite, tmp_path: Path, monkeypatch: Any) -> None:
+def test_code_of_the_coordinator_s_choice_is_refused(
+    make_site: MakeSite, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The module is there and would leave a trace if it were imported."""
     trace = tmp_path / "trace"
-    (tmp_path / "evil_method.py").write_text(f"open({str(trace)!r}, 'w')\nfrom fedx_pl.methods.simclr import SimCLR\n")
+    (tmp_path / "evil_method.py").write_text(
+        f"open({str(trace)!r}, 'w')\nfrom fedx_pl.methods.simclr import SimCLR\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     greeting = hello(method={"name": "evil_method:SimCLR"}, fedx={"enabled": False})
     assert "--allow-code" in error(make_site(), wire.HELLO, greeting)
@@ -223,27 +259,46 @@ def test_code_of_the_coordinator_s_choice_is_refused(make_site: MakeSite, tmp_pa
     assert trace.exists()
 
 
-@pytest.mark.parametrize("method", [None, [], "simclr", {"name": 3}, {"name": None}, {}, {"name": "nonsense"}])
+@pytest.mark.parametrize(
+    "method", [None, [], "simclr", {"name": 3}, {"name": None}, {}, {"name": "nonsense"}]
+)
 def test_methods_that_are_none_are_refused(make_site: MakeSite, method: Any) -> None:
     assert error(make_site(), wire.HELLO, hello(method=method))
 
 
 @pytest.mark.parametrize("section", ["run", "engine", "fedca", "evaluation", "name", "nonsense"])
-def test_sections_that_are_not_the_coordinator_s_are_refused(make_site: MakeSite, section: str) -> None:
-    assert f"not the coordinator's to set: {section}" in error(make_site(), wire.HELLO, hello(**{section: {}}))
+def test_sections_that_are_not_the_coordinator_s_are_refused(
+    make_site: MakeSite, section: str
+) -> None:
+    assert f"not the coordinator's to set: {section}" in error(
+        make_site(), wire.HELLO, hello(**{section: {}})
+    )
 
 
-def test_the_coordinator_cannot_say_where_images_lie(make_site: MakeSite, images: Path, tmp_path: Path) -> None:
+def test_the_coordinator_cannot_say_where_images_lie(
+    make_site: MakeSite, images: Path, tmp_path: Path
+) -> None:
     site = make_site("run.device=cpu")
-    data = {"root": str(tmp_path), "cache": "/nowhere", "labels": "folders", "test_root": "/etc", "limit": 1}
-    assert site.answer(wire.HELLO, hello(data=data | {"image_size": 16})).meta == {"site": "a", "images": 24}
+    data = {
+        "root": str(tmp_path),
+        "cache": "/nowhere",
+        "labels": "folders",
+        "test_root": "/etc",
+        "limit": 1,
+    }
+    assert site.answer(wire.HELLO, hello(data=data | {"image_size": 16})).meta == {
+        "site": "a",
+        "images": 24,
+    }
     assert site.run.config.data.root == str(images)
     assert site.run.config.data.labels == "none"
     assert site.run.config.data.limit == 0
     assert site.run.config.run.device == "cpu"
 
 
-def test_a_configuration_cannot_ask_for_the_site_s_environment(make_site: MakeSite, monkeypatch: Any) -> None:
+def test_a_configuration_cannot_ask_for_the_site_s_environment(
+    make_site: MakeSite, monkeypatch: Any
+) -> None:
     """OmegaConf resolves ${oc.env:NAME}; a wrong value's error message would carry it to the coordinator."""
     monkeypatch.setenv("FEDX_TEST_SECRET", "hunter2")
     for changed in (
@@ -264,7 +319,9 @@ def test_a_configuration_cannot_ask_for_the_site_s_environment(make_site: MakeSi
         {"run": RUN, "config": {"method": {"name": "simclr"}, "seed": "${seed}"}},
     ],
 )  # fmt: skip
-def test_greetings_that_make_no_sense_are_answered_with_the_reason(make_site: MakeSite, meta: dict[str, Any]) -> None:
+def test_greetings_that_make_no_sense_are_answered_with_the_reason(
+    make_site: MakeSite, meta: dict[str, Any]
+) -> None:
     site = make_site()
     assert error(site, wire.HELLO, Content(meta, {}))
     assert not list(site.state.parent.glob("up*"))
@@ -275,7 +332,10 @@ def test_training_before_a_greeting_is_not_answered(make_site: MakeSite) -> None
     site = make_site()
     assert site.answer(wire.TRAIN, train({})) is None
     site.answer(wire.HELLO, hello())
-    assert site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run="f" * 16)) is None
+    assert (
+        site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run="f" * 16))
+        is None
+    )
     assert error(site, wire.HELLO, hello(method={"name": "nonsense"}))
     assert site.answer(wire.TRAIN, train({})) is None  # A greeting that failed is none.
     assert not site.state.exists()
@@ -293,7 +353,9 @@ def test_weights_of_another_network_are_refused(make_site: MakeSite) -> None:
     assert f"{name} is only on one side" in error(
         site, wire.TRAIN, train({key: value for key, value in state.items() if key != name})
     )
-    assert "extra is only on one side" in error(site, wire.TRAIN, train(state | {"extra": torch.ones(1)}))
+    assert "extra is only on one side" in error(
+        site, wire.TRAIN, train(state | {"extra": torch.ones(1)})
+    )
     assert "has shape (1,)" in error(site, wire.TRAIN, train(state | {name: torch.ones(1)}))
     assert "torch.float64" in error(site, wire.TRAIN, train(state | {name: state[name].double()}))
 
@@ -301,7 +363,13 @@ def test_weights_of_another_network_are_refused(make_site: MakeSite) -> None:
 def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
     site = make_site()
     site.answer(wire.HELLO, hello())
-    for changed in ({"round": 0}, {"round": "1"}, {"client": -1}, {"client": True}, {"last_round": 1.5}):
+    for changed in (
+        {"round": 0},
+        {"round": "1"},
+        {"client": -1},
+        {"client": True},
+        {"last_round": 1.5},
+    ):
         assert f"{next(iter(changed))}=" in error(
             site, wire.TRAIN, train(site.run.trainer.first_state().tensors(), **changed)
         )
@@ -327,7 +395,9 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
         raise RuntimeError("CUDA out of memory at /home/someone")
 
     monkeypatch.setattr(LocalTrainer, "run", fail)
-    assert error(site, wire.TRAIN, train(first)) == "RuntimeError; the site's own terminal tells more"
+    assert (
+        error(site, wire.TRAIN, train(first)) == "RuntimeError; the site's own terminal tells more"
+    )
     assert "CUDA out of memory" in said[-1]
     monkeypatch.undo()
     assert "error" not in site.answer(wire.TRAIN, train(first)).meta
@@ -363,7 +433,9 @@ def test_a_panic_of_native_code_is_an_answer_and_its_traceback_is_in_a_log(
     assert log.read_text().count("Traceback") == 1  # A coordinator cannot fill the disk with it.
 
 
-def test_ctrl_c_is_the_owner_s_and_ends_the_site(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_the_owner_s_and_ends_the_site(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -378,12 +450,32 @@ def test_ctrl_c_is_the_owner_s_and_ends_the_site(make_site: MakeSite, monkeypatc
 @pytest.mark.parametrize(
     ("own", "words", "reason"),
     [
-        ((), ("federation.epochs=1001",), "asks for 1,001 epochs in a round; this site allows site.max_epochs=1000"),
-        ((), ("augment.size=5000",), "asks for 5,000 pixels on a side; this site allows site.max_side=4096"),
-        (("site.max_cache_gb=0.00001",), (), "GB of decoded images; this site allows site.max_cache_gb=1e-05"),
-        ((), ("backbone.width=60000",), "GB of memory at least; this site allows site.max_memory_gb="),
+        (
+            (),
+            ("federation.epochs=1001",),
+            "asks for 1,001 epochs in a round; this site allows site.max_epochs=1000",
+        ),
+        (
+            (),
+            ("augment.size=5000",),
+            "asks for 5,000 pixels on a side; this site allows site.max_side=4096",
+        ),
+        (
+            ("site.max_cache_gb=0.00001",),
+            (),
+            "GB of decoded images; this site allows site.max_cache_gb=1e-05",
+        ),
+        (
+            (),
+            ("backbone.width=60000",),
+            "GB of memory at least; this site allows site.max_memory_gb=",
+        ),
         ((), ("method.hidden_dim=1000000000",), "GB of memory at least"),
-        (("site.max_memory_gb=0.0000001",), (), "GB of memory at least; this site allows site.max_memory_gb=1e-07"),
+        (
+            ("site.max_memory_gb=0.0000001",),
+            (),
+            "GB of memory at least; this site allows site.max_memory_gb=1e-07",
+        ),
         (("site.max_epochs=2",), ("federation.epochs=3",), "site.max_epochs=2"),
     ],
 )
@@ -396,15 +488,21 @@ def test_more_than_a_site_allows_is_refused_before_anything_is_decoded(
 
 def test_images_larger_than_the_disk_are_refused(make_site: MakeSite, monkeypatch: Any) -> None:
     """24 images of 60,000 pixels on a side, and room for a gigabyte."""
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=0, free=10**9))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=0, free=10**9)
+    )
     data = offer(config(), 3, 60_000)["data"]
-    reason = error(make_site("site.max_side=60000", "site.max_cache_gb=1e9"), wire.HELLO, hello(data=data))
+    reason = error(
+        make_site("site.max_side=60000", "site.max_cache_gb=1e9"), wire.HELLO, hello(data=data)
+    )
     assert "asks for 259.2 GB of decoded images" in reason
     assert "type data.cache=ANOTHER" in reason
     assert "site.max_side=4096" in error(make_site(), wire.HELLO, hello(data=data))
 
 
-def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(make_site: MakeSite) -> None:
+def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(
+    make_site: MakeSite,
+) -> None:
     site = make_site("site.max_seconds=0")
     site.answer(wire.HELLO, hello())
     first = site.run.trainer.first_state().tensors()
@@ -420,16 +518,25 @@ def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(make_s
 @pytest.mark.parametrize(
     "words", [(f"method={name}", f"fedx={fedx}") for name in BUILT_IN for fedx in ("true", "false")]
 )
-def test_what_any_method_needs_is_found_without_its_memory(words: tuple[str, ...], images: Path) -> None:
-    asked = compose([*parts.WORDS, *words, f"data.root={images}", "backbone.width=64", "optim.batch_size=24"])
+def test_what_any_method_needs_is_found_without_its_memory(
+    words: tuple[str, ...], images: Path
+) -> None:
+    asked = compose(
+        [*parts.WORDS, *words, f"data.root={images}", "backbone.width=64", "optim.batch_size=24"]
+    )
     require_within(asked.site, asked, asdict(asked))
     small = replace(asked.site, max_memory_gb=0.03)
-    with pytest.raises(UserError, match="GB of memory at least"):  # 4.9 million weights alone are 0.06 GB, thrice.
+    with pytest.raises(
+        UserError, match="GB of memory at least"
+    ):  # 4.9 million weights alone are 0.06 GB, thrice.
         require_within(small, asked, asdict(asked))
 
 
 def test_limits_of_a_site_are_not_part_of_what_a_run_is() -> None:
-    usual, other = compose([*parts.WORDS]), compose([*parts.WORDS, "site.max_epochs=7", "site.max_side=64"])
+    usual, other = (
+        compose([*parts.WORDS]),
+        compose([*parts.WORDS, "site.max_epochs=7", "site.max_side=64"]),
+    )
     assert usual.hash == other.hash
     assert usual.content() == other.content()
     assert "site" not in usual.content()
@@ -447,7 +554,9 @@ def end(outcome: str, state: State | None = None, **changed: Any) -> Content:
     return Content({"run": RUN, "outcome": outcome, "round": 5} | changed, state or {})
 
 
-def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(make_site: MakeSite, images: Path) -> None:
+def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(
+    make_site: MakeSite, images: Path
+) -> None:
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
@@ -459,7 +568,9 @@ def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(make_site:
     assert said[-1] == f"the encoder is in {folder}; next: fedx-pl embed {folder} {images}"
     encoder = Encoder.of(folder)
     weights = {f"backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
-    assert parts.same(weights, {name: tensor for name, tensor in state.items() if name.startswith("backbone.")})
+    assert parts.same(
+        weights, {name: tensor for name, tensor in state.items() if name.startswith("backbone.")}
+    )
     assert (encoder.side, encoder.channels) == (16, 3)
 
 
@@ -481,7 +592,9 @@ def test_a_site_ends_without_an_encoder_if_it_gets_none_or_a_wrong_one(make_site
     assert "has taken no part" in said[-1]
 
 
-def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(make_site: MakeSite) -> None:
+def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(
+    make_site: MakeSite,
+) -> None:
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.END, end(wire.STOPPED))
@@ -490,7 +603,9 @@ def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(m
     site.answer(wire.END, end(wire.REFUSED, reason="no images in /here"))
     assert (site.ended, site.refusal) == (wire.REFUSED, "no images in /here")
     assert "outcome=gone" in error(site, wire.END, end("gone"))
-    assert "reason is not a short text" in error(site, wire.END, end(wire.REFUSED, reason="\x1b[2J"))
+    assert "reason is not a short text" in error(
+        site, wire.END, end(wire.REFUSED, reason="\x1b[2J")
+    )
 
 
 # --- the site's privacy budget ----------------------------------------------------------------------------------------
@@ -503,7 +618,10 @@ def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_
     for run in (RUN, "f" * 16, "e" * 16):
         said: list[str] = []
         site = make_site(*words, "privacy.max_epsilon=1", said=said)
-        assert "error" not in site.answer(wire.HELLO, Content({**hello(*words).meta, "run": run}, {})).meta
+        assert (
+            "error"
+            not in site.answer(wire.HELLO, Content({**hello(*words).meta, "run": run}, {})).meta
+        )
         found = site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run=run))
         answered += bool(found.tensors)
     assert answered == 1
@@ -512,10 +630,14 @@ def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_
     (tmp_path / "state" / "ledger.json").unlink()
     site = make_site(*words, "privacy.max_epsilon=1")
     site.answer(wire.HELLO, hello(*words))
-    assert "their record is lost" in error(site, wire.TRAIN, train(site.run.trainer.first_state().tensors()))
+    assert "their record is lost" in error(
+        site, wire.TRAIN, train(site.run.trainer.first_state().tensors())
+    )
 
 
-def test_an_answer_is_written_down_before_it_leaves(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_written_down_before_it_leaves(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a full disk nothing leaves."""
     site = make_site()
     site.answer(wire.HELLO, hello())
@@ -544,7 +666,9 @@ def open_to_others(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("word", ["data.cache=", "data.cache=none"])
-def test_decoded_copies_are_private_and_go_when_the_site_does(make_site: MakeSite, word: str) -> None:
+def test_decoded_copies_are_private_and_go_when_the_site_does(
+    make_site: MakeSite, word: str
+) -> None:
     site = make_site(word)
     assert site.copies == site.state / ".decoded-images"
     site.answer(wire.HELLO, hello())
@@ -552,9 +676,13 @@ def test_decoded_copies_are_private_and_go_when_the_site_does(make_site: MakeSit
     assert len(list(site.copies.glob("*/images.npy"))) == 1
     assert not open_to_others(site.state)
     site.answer(wire.HELLO, hello(data=offer(config(), 3, 24)["data"]))
-    (copy,) = site.copies.glob("*/images.npy")  # The coordinator asks for another size: the former copy is gone.
+    (copy,) = site.copies.glob(
+        "*/images.npy"
+    )  # The coordinator asks for another size: the former copy is gone.
     assert np.load(copy).shape == (24, 24, 24, 3)
-    assert make_site(word).copies == site.copies  # After a kill: what was left is deleted at the next start.
+    assert (
+        make_site(word).copies == site.copies
+    )  # After a kill: what was left is deleted at the next start.
     assert not site.copies.exists()
     site.close()
     assert (site.state / "ledger.json").exists()
@@ -597,7 +725,9 @@ def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> No
     for round in range(1, newest + 1):
         kept.save(memory(round))
     assert kept.load(newest - 1) is not None
-    left = [f"round_{round:05d}" for round in range(2, newest + 1)]  # From KEPT_ROUNDS before the one asked for.
+    left = [
+        f"round_{round:05d}" for round in range(2, newest + 1)
+    ]  # From KEPT_ROUNDS before the one asked for.
     assert sorted(file.stem for file in tmp_path.glob("*.safetensors")) == left
     kept.save(memory(newest))
     assert len(json.loads((tmp_path / "memory.json").read_text())) == len(left)
@@ -630,7 +760,9 @@ def damage_bytes(folder: Path) -> None:
         lambda folder: (folder / "memory.json").write_text('{"1": null, "x": 3}'),
     ],
 )
-def test_what_is_damaged_or_missing_is_not_there(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_what_is_damaged_or_missing_is_not_there(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     kept = Memories(tmp_path)
     kept.save(memory(1))
     damage(tmp_path)

@@ -45,7 +45,9 @@ class Caller:
         self.private = ec.generate_private_key(curve or ec.SECP384R1())
         self.ledger, self.stored, self.reached = Ledger(), dict[str, Any](), 0
         sites = frozenset([public_pem(self.private)] if registered else [b"another"])
-        self.door = Door(self._app, sites=sites, ledger=self.ledger, guard=Guard(), tree_of=self.stored.get)
+        self.door = Door(
+            self._app, sites=sites, ledger=self.ledger, guard=Guard(), tree_of=self.stored.get
+        )
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         self.reached += 1
@@ -53,11 +55,15 @@ class Caller:
         await send({"type": "http.response.start", "status": 200})
 
     def headers(self, path: str, body: bytes = b"") -> dict[str, str]:
-        signed = superlink.sign(path, body, lambda text: self.private.sign(text, ec.ECDSA(hashes.SHA384())))
+        signed = superlink.sign(
+            path, body, lambda text: self.private.sign(text, ec.ECDSA(hashes.SHA384()))
+        )
         key = base64.b64encode(public_pem(self.private)).decode()
         return {"flwr-public-key": key, "x-fedx-signed": signed, "content-length": str(len(body))}
 
-    def knock(self, path: str, headers: dict[str, str], body: bytes | None = b"", **scope: Any) -> int:
+    def knock(
+        self, path: str, headers: dict[str, str], body: bytes | None = b"", **scope: Any
+    ) -> int:
         """The status that a request gets; 200 if it is let in. None is a body that never comes."""
         sent: list[dict[str, Any]] = []
 
@@ -70,7 +76,13 @@ class Caller:
             return {"type": "http.request", "body": body}
 
         lines = [(name.encode(), value.encode()) for name, value in headers.items()]
-        told = {"type": "http", "method": "POST", "path": path, "client": ELSEWHERE, "headers": lines} | scope
+        told = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "client": ELSEWHERE,
+            "headers": lines,
+        } | scope
         asyncio.run(self.door(told, receive, send))
         return int(sent[0]["status"])
 
@@ -82,7 +94,12 @@ class Caller:
 
 def test_a_registered_site_comes_in() -> None:
     caller = Caller()
-    for call in CALLS.keys() - {"register-node", "push-messages", "pull-object", "confirm-message-received"}:
+    for call in CALLS.keys() - {
+        "register-node",
+        "push-messages",
+        "pull-object",
+        "confirm-message-received",
+    }:
         assert caller.ask(call) == 200
     assert caller.ask("register-node") == 403  # The coordinator does that.
 
@@ -95,7 +112,9 @@ def test_a_registered_site_comes_in() -> None:
         "/v1/fleet/unregister-node",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("client", [ELSEWHERE, HERE, ("::1", 5000, 0, 0), ("::ffff:127.0.0.1", 5000), None])
+@pytest.mark.parametrize(
+    "client", [ELSEWHERE, HERE, ("::1", 5000, 0, 0), ("::ffff:127.0.0.1", 5000), None]
+)
 def test_all_else_is_for_nobody_wherever_he_is(path: str, client: Any) -> None:
     caller = Caller()
     headers = caller.headers(path)
@@ -133,7 +152,10 @@ def test_path_body_and_time_are_signed() -> None:
     assert caller.knock(PULL, caller.headers(PULL) | other) == 401
     when, *rest = caller.headers(PULL)["x-fedx-signed"].split(" ")
     later = (datetime.fromisoformat(when) + timedelta(seconds=1)).isoformat()
-    assert caller.knock(PULL, caller.headers(PULL) | {"x-fedx-signed": " ".join([later, *rest])}) == 401
+    assert (
+        caller.knock(PULL, caller.headers(PULL) | {"x-fedx-signed": " ".join([later, *rest])})
+        == 401
+    )
 
 
 def test_a_request_comes_once() -> None:
@@ -142,8 +164,12 @@ def test_a_request_comes_once() -> None:
     assert [caller.knock(PULL, headers) for _ in range(2)] == [200, 401]
 
 
-@pytest.mark.parametrize(("seconds", "status"), [(-70, 401), (-50, 200), (6, 200), (50, 200), (70, 401)])
-def test_clocks_may_differ_by_a_minute(monkeypatch: pytest.MonkeyPatch, seconds: float, status: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "status"), [(-70, 401), (-50, 200), (6, 200), (50, 200), (70, 401)]
+)
+def test_clocks_may_differ_by_a_minute(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, status: int
+) -> None:
     caller = Caller()
 
     class Clock(datetime):
@@ -182,11 +208,17 @@ def tree(name: str, *children: ObjectTree) -> ObjectTree:
     return ObjectTree(object_id=name, children=children)
 
 
-def answer(source: int = SITE, reply_to: str = "question", parts_of: ObjectTree | None = None) -> PushMessagesRequest:
-    about = Metadata(src_node_id=source, dst_node_id=1, reply_to_message_id=reply_to, message_id="answer")
+def answer(
+    source: int = SITE, reply_to: str = "question", parts_of: ObjectTree | None = None
+) -> PushMessagesRequest:
+    about = Metadata(
+        src_node_id=source, dst_node_id=1, reply_to_message_id=reply_to, message_id="answer"
+    )
     found = tree("answer", tree("part")) if parts_of is None else parts_of
     return PushMessagesRequest(
-        node=Node(node_id=SITE), messages_list=[Message(metadata=about)], message_object_trees=[found]
+        node=Node(node_id=SITE),
+        messages_list=[Message(metadata=about)],
+        message_object_trees=[found],
     )
 
 
@@ -211,11 +243,16 @@ def test_a_site_answers_what_it_was_asked(asked: Caller) -> None:
         (lambda: answer(reply_to=""), 410),  # a message of its own
         (lambda: answer(reply_to="another's"), 410),
         (lambda: answer(parts_of=tree("something else")), 400),
-        (lambda: answer(parts_of=tree("answer", *(tree(str(number)) for number in range(22)))), 413),
+        (
+            lambda: answer(parts_of=tree("answer", *(tree(str(number)) for number in range(22)))),
+            413,
+        ),
         (lambda: PushMessagesRequest(node=Node(node_id=SITE)), 400),
     ],
 )
-def test_a_site_says_nothing_else(asked: Caller, request_of: Callable[[], Any], status: int) -> None:
+def test_a_site_says_nothing_else(
+    asked: Caller, request_of: Callable[[], Any], status: int
+) -> None:
     assert asked.ask("push-messages", request_of()) == status
     assert not asked.reached
 
@@ -230,7 +267,10 @@ def test_a_tree_of_parts_is_as_large_as_it_looks(asked: Caller) -> None:
 
 def test_a_site_fetches_and_confirms_its_own_messages(asked: Caller) -> None:
     for part, status in (("a", 200), ("c", 403), ("unknown", 403)):
-        assert asked.ask("pull-object", PullObjectRequest(node=Node(node_id=SITE), object_id=part)) == status
+        assert (
+            asked.ask("pull-object", PullObjectRequest(node=Node(node_id=SITE), object_id=part))
+            == status
+        )
     for message, status in (("question", 200), ("another's", 403), ("a", 403)):
         request = ConfirmMessageReceivedRequest(node=Node(node_id=SITE), message_object_id=message)
         assert asked.ask("confirm-message-received", request) == status
@@ -348,7 +388,9 @@ def test_the_coordinator_s_own_address_is_always_there() -> None:
     assert addresses("127.0.0.2") == ["127.0.0.2", "127.0.0.1"]
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6: sysctl -w net.ipv6.conf.all.disable_ipv6=0")
+@pytest.mark.skipif(
+    not socket.has_dualstack_ipv6(), reason="needs IPv6: sysctl -w net.ipv6.conf.all.disable_ipv6=0"
+)
 def test_ipv6() -> None:
     assert addresses("::1") == ["::1", "127.0.0.1"]
     (both,) = listen("::", port := parts.free_port())
@@ -363,9 +405,13 @@ def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for host in ("127.0.0.1", "0.0.0.0", "127.0.0.2"):
-            with pytest.raises(UserError, match=rf"--port {port} cannot be used .*type another --port"):
+            with pytest.raises(
+                UserError, match=rf"--port {port} cannot be used .*type another --port"
+            ):
                 link._listen(host, port)
-    with pytest.raises(UserError, match=r"--host 203\.0\.113\.9 --port \d+ cannot be used .*--host 0\.0\.0\.0"):
+    with pytest.raises(
+        UserError, match=r"--host 203\.0\.113\.9 --port \d+ cannot be used .*--host 0\.0\.0\.0"
+    ):
         link._listen("203.0.113.9", port)  # Not an address of this machine: no use in waiting.
 
 
@@ -380,7 +426,9 @@ def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
     found.close()
 
 
-def test_a_place_that_is_too_long_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_too_long_for_a_socket_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedx_pl.sites import link
 
     long = tmp_path / ("x" * 120)

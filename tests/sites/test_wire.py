@@ -25,7 +25,13 @@ def tensor(dtype: str, shape: list[int], size: int) -> bytes:
 
 
 def test_a_message_comes_back_as_it_was() -> None:
-    meta = {"run": "ab12", "round": 3, "config": {"optim": {"lr": 0.1}, "mean": [0.5, 0.25]}, "health": True, "x": None}
+    meta = {
+        "run": "ab12",
+        "round": 3,
+        "config": {"optim": {"lr": 0.1}, "mean": [0.5, 0.25]},
+        "health": True,
+        "x": None,
+    }
     tensors = {
         "weight": torch.randn(4, 3, 2, 2),
         "channels_last": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
@@ -106,13 +112,17 @@ def test_tensors_that_are_none_are_refused(data: bytes) -> None:
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text(max_size=40) | json_like.map(json.dumps), st.binary(max_size=80) | json_like.map(blob))
+@given(
+    st.text(max_size=40) | json_like.map(json.dumps), st.binary(max_size=80) | json_like.map(blob)
+)
 def test_no_bytes_do_anything_but_be_refused(text: str, data: bytes) -> None:
     try:
         found = wire.unpack(text, data)

@@ -74,7 +74,12 @@ def settle(trainer: FederatedTrainer) -> None:
         trainer.fast_dev_run = whole_number("fast_dev_run", trainer.fast_dev_run, least=0)
     trainer.clients_per_round = _share(trainer.clients_per_round)
     norm = trainer.batchnorm
-    require("batchnorm", repr(norm), norm in ("average", "local"), instead='batchnorm="average" or "local"')
+    require(
+        "batchnorm",
+        repr(norm),
+        norm in ("average", "local"),
+        instead='batchnorm="average" or "local"',
+    )
     trainer.callbacks = _listed("callbacks", trainer.callbacks, RoundCallback)
     trainer.client_callbacks = _listed("client_callbacks", trainer.client_callbacks, pl.Callback)
     trainer.evaluations = _listed("evaluations", trainer.evaluations, Evaluation)
@@ -110,18 +115,24 @@ def matched(trainer: FederatedTrainer, model: Any, data: Any) -> FederatedDataMo
     if isinstance(data, nn.Module) and not isinstance(model, nn.Module):
         raise UserError("fit was given the images first; write fit(model, data)")
     if isinstance(model, type):
-        raise UserError(f"fit was given the class {model.__name__}; write fit({model.__name__}(resnet18()), data)")
+        raise UserError(
+            f"fit was given the class {model.__name__}; write fit({model.__name__}(resnet18()), data)"
+        )
     if not isinstance(model, SSLMethod):
         raise UserError(
             f"fit was given a {type(model).__name__}, which is no SSLMethod; write e.g. fit(SimCLR(network), data)"
         )
     if type(model).loss is SSLMethod.loss:
-        raise UserError(f"{type(model).__name__} has no loss of its own; write def loss(self, batch, z)")
+        raise UserError(
+            f"{type(model).__name__} has no loss of its own; write def loss(self, batch, z)"
+        )
     if isinstance(data, FederatedDataModule):
         return data
     if isinstance(data, type | DataLoader | pl.LightningDataModule):
         name = data.__name__ if isinstance(data, type) else type(data).__name__
-        raise UserError(f"fit was given {name} as images; write fit(model, FederatedDataModule(...))")
+        raise UserError(
+            f"fit was given {name} as images; write fit(model, FederatedDataModule(...))"
+        )
     return FederatedDataModule(data, seed=trainer.seed)
 
 
@@ -135,14 +146,19 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
     taken = backbones.first_channels(network)
     if hasattr(network, "options") and taken in (channels, None):
         return
-    blank = data.augment.plain(torch.zeros((2, *data.images.train.images.shape[1:]), dtype=torch.uint8))
+    blank = data.augment.plain(
+        torch.zeros((2, *data.images.train.images.shape[1:]), dtype=torch.uint8)
+    )
     try:
         features = backbones.passed(network, blank)
     except Exception as error:  # Whatever a stranger's network raises.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         instead = "a backbone for images of this size"
         if taken not in (channels, None):
-            reason, instead = f"its first convolution takes {taken} channels", f"e.g. resnet18(channels={channels})"
+            reason, instead = (
+                f"its first convolution takes {taken} channels",
+                f"e.g. resnet18(channels={channels})",
+            )
         shape = " x ".join(map(str, blank.shape[1:]))
         raise UserError(
             f"the images have {channels} channel{'s' * (channels > 1)} ({shape}), and the backbone "
@@ -159,7 +175,9 @@ def require_possible(trainer: FederatedTrainer) -> None:
     """Raises a `UserError` for what cannot be done with this model and these images."""
     data = trainer.datamodule
     most = f"at most {data.num_clients}: there are no more clients"
-    require("min_clients", trainer.min_clients, trainer.min_clients <= data.num_clients, instead=most)
+    require(
+        "min_clients", trainer.min_clients, trainer.min_clients <= data.num_clients, instead=most
+    )
     privacy.require_budget(trainer.privacy, trainer.max_rounds, trainer.epsilon_after)
     sample = trainer.client_data(0, round_number=1) if data.clients else None
     require_fitting_optimizer(trainer.regularizer, trainer.model, sample)
@@ -169,7 +187,12 @@ def _share(sampled: Any) -> int | float:
     if hasattr(sampled, "__index__") and not isinstance(sampled, bool):
         return whole_number("clients_per_round", sampled, least=1)
     possible = isinstance(sampled, float | np.floating) and 0 < float(sampled) <= 1
-    require("clients_per_round", repr(sampled), possible, instead="a whole number, or a share in (0, 1], e.g. 0.5")
+    require(
+        "clients_per_round",
+        repr(sampled),
+        possible,
+        instead="a whole number, or a share in (0, 1], e.g. 0.5",
+    )
     return float(sampled)
 
 
@@ -219,7 +242,9 @@ def _options(name: str, value: Any, kind: type, words: Iterable[str] = (), field
             raise UserError(f"{name}={value!r} is not known{known_names(value, words)}")
         return kind(**{field: value})
     if isinstance(value, type) and issubclass(value, Aggregator):
-        raise UserError(f"{name}={value.__name__} is a class of a rule; write rule={value.__name__}")
+        raise UserError(
+            f"{name}={value.__name__} is a class of a rule; write rule={value.__name__}"
+        )
     return options_of(name, value, kind)
 
 
@@ -232,7 +257,9 @@ def _regularizer(value: Any) -> Regularizer:
         return REGULARIZERS[value]()
     if isinstance(value, Regularizer):
         return value
-    made = value.__name__ if isinstance(value, type) and issubclass(value, Regularizer) else "FedProx"
+    made = (
+        value.__name__ if isinstance(value, type) and issubclass(value, Regularizer) else "FedProx"
+    )
     raise UserError(f"regularizer={_shown(value)} is not possible; write regularizer={made}()")
 
 
@@ -240,7 +267,9 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
     if isinstance(value, bool):
         return EvaluationOptions() if value else None
     if isinstance(value, Evaluation):
-        raise UserError(f"evaluation={_shown(value)} is an evaluation of its own; write evaluations=[...]")
+        raise UserError(
+            f"evaluation={_shown(value)} is an evaluation of its own; write evaluations=[...]"
+        )
     return _options("evaluation", value, EvaluationOptions)
 
 
@@ -248,10 +277,22 @@ def _require_place(trainer: FederatedTrainer) -> None:
     """Where and how a run is carried out."""
     precision, devices, folder = trainer.precision, trainer.devices, trainer.default_root_dir
     precision = trainer.precision = _SHORT_PRECISIONS.get(str(precision), precision)
-    require("precision", repr(precision), precision in _PRECISIONS, instead=" or ".join(_PRECISIONS))
+    require(
+        "precision", repr(precision), precision in _PRECISIONS, instead=" or ".join(_PRECISIONS)
+    )
     one = devices in ("auto", "1", 1) and not isinstance(devices, bool)
-    listed = isinstance(devices, list | tuple) and len(devices) == 1 and type(devices[0]) is int and devices[0] >= 0
-    require("devices", repr(devices), one or listed, instead='devices="auto", or [0] for the first GPU: one is used')
+    listed = (
+        isinstance(devices, list | tuple)
+        and len(devices) == 1
+        and type(devices[0]) is int
+        and devices[0] >= 0
+    )
+    require(
+        "devices",
+        repr(devices),
+        one or listed,
+        instead='devices="auto", or [0] for the first GPU: one is used',
+    )
     trainer.device = device_of(trainer.accelerator, devices)
     resolve_precision(precision, trainer.device)  # Refuses what this device cannot do.
     if trainer.max_time is not None:
@@ -263,8 +304,18 @@ def _require_place(trainer: FederatedTrainer) -> None:
                 f'a timedelta or e.g. {{"hours": 12}}'
             ) from error
     if folder is not None:
-        require("default_root_dir", repr(folder), isinstance(folder, str | Path), instead='e.g. "runs/first"')
-        require("default_root_dir", folder, not Path(folder).is_file(), instead="a folder; this is a file")
+        require(
+            "default_root_dir",
+            repr(folder),
+            isinstance(folder, str | Path),
+            instead='e.g. "runs/first"',
+        )
+        require(
+            "default_root_dir",
+            folder,
+            not Path(folder).is_file(),
+            instead="a folder; this is a file",
+        )
 
 
 def _shown(value: Any) -> str:

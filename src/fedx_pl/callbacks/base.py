@@ -46,13 +46,17 @@ class RoundCallback:
     def on_client_steps(self, trainer: FederatedTrainer, count: int) -> None:
         """Some client has taken optimizer steps. Called very often."""
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         """An update is aggregated. Numbers that are added to ``update.metrics`` are averaged over the clients.
 
         A client of ``record.resumed`` was trained by an earlier process.
         """
 
-    def on_client_refused(self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str) -> None:
+    def on_client_refused(
+        self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str
+    ) -> None:
         """An update is not aggregated; ``record.at_fault`` tells whether the client is to blame."""
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
@@ -89,8 +93,13 @@ def kept_state(callback: RoundCallback) -> dict[str, Any]:
     """
     name, state = type(callback).__name__, callback.state_dict()
     if not isinstance(state, dict):
-        raise UserError(f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for nothing")
-    return {key: plain(value, f"state_dict() of the callback {name}", key) for key, value in state.items()}
+        raise UserError(
+            f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for nothing"
+        )
+    return {
+        key: plain(value, f"state_dict() of the callback {name}", key)
+        for key, value in state.items()
+    }
 
 
 def plain(value: Any, where: str, key: object) -> Any:

@@ -28,7 +28,9 @@ def all_callbacks(trainer: FederatedTrainer) -> list[RoundCallback]:
     own, logger = trainer.callbacks, trainer.logger
     given = [logger] if isinstance(logger, Logger | bool) else list(logger)
     loggers = [one for one in given if isinstance(one, Logger)]
-    bar = trainer.enable_progress_bar and not any(isinstance(callback, ProgressBar) for callback in own)
+    bar = trainer.enable_progress_bar and not any(
+        isinstance(callback, ProgressBar) for callback in own
+    )
     return [
         MetricsFiles(),
         Drift(trainer.client_curves),

@@ -33,7 +33,13 @@ OWN = {
     *(f"{kind}_seconds" for kind in WORK), "bytes_up", "bytes_down", "drift", "trained", "images",
 }  # fmt: skip
 OWN_KINDS = ("loss_", "knn_", "linear_")
-METRICS = ("accuracy/linear_top1", "accuracy/linear_best", "accuracy/knn_top1", "accuracy/knn_best", "loss/total")
+METRICS = (
+    "accuracy/linear_top1",
+    "accuracy/linear_best",
+    "accuracy/knn_top1",
+    "accuracy/knn_best",
+    "loss/total",
+)
 
 
 class Dashboard(RoundCallback):
@@ -46,14 +52,20 @@ class Dashboard(RoundCallback):
             client_curves: clients with curves of their own.
         """
         self.client_curves = client_curves
-        self._files: dict[str, int] | None = {}  # of the last saved round, and how long they were; None: not known
-        self._custom: dict[str, None] = {}  # numbers that callbacks have added to rows, in their order
+        self._files: (
+            dict[str, int] | None
+        ) = {}  # of the last saved round, and how long they were; None: not known
+        self._custom: dict[
+            str, None
+        ] = {}  # numbers that callbacks have added to rows, in their order
 
     def setup(self, trainer: FederatedTrainer) -> None:
         """Cuts off what was written after the last saved round: it comes again."""
         self.trainer = trainer
         vars(self).pop("gallery", None)  # Of an earlier fit, on other images.
-        self.writer = RunWriter(trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves)
+        self.writer = RunWriter(
+            trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves
+        )
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
         """Before the first round: the settings, who owns what, and what the untrained network can do."""
@@ -72,21 +84,39 @@ class Dashboard(RoundCallback):
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Writes the round."""
-        rows, updates, events = [*trainer.history, record.row], record.updates, [*record.notes, *record.alarms]
+        rows, updates, events = (
+            [*trainer.history, record.row],
+            record.updates,
+            [*record.notes, *record.alarms],
+        )
         row, writer = rows[-1], self.writer
         writer.forget_projector()
         number = record.number
-        losses = list(dict.fromkeys(name for update in updates for name in update.loss_names if name != "total"))
-        told = list(dict.fromkeys(key for update in updates for key in update.metrics if key != "lr"))
+        losses = list(
+            dict.fromkeys(
+                name for update in updates for name in update.loss_names if name != "total"
+            )
+        )
+        told = list(
+            dict.fromkeys(key for update in updates for key in update.metrics if key != "lr")
+        )
         numbers = [key for key, value in row.items() if isinstance(value, int | float)]
-        added = [key for key in numbers if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)]
+        added = [
+            key
+            for key in numbers
+            if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)
+        ]
         self._custom |= dict.fromkeys(added)
-        if row.keys() - {key for before in rows[:-1] for key in before}:  # A method's terms are not known before.
+        if row.keys() - {
+            key for before in rows[:-1] for key in before
+        }:  # A method's terms are not known before.
             writer.layout(layout(rows, list(self._custom)))
         if events:
             writer.text("events", "\n".join(f"- {event}" for event in events), number)
         self._evaluation(number, row, rows)
-        scalars = {f"loss/{name}": row[f"loss_{name}"] for name in losses} | {"loss/total": row["loss"]}
+        scalars = {f"loss/{name}": row[f"loss_{name}"] for name in losses} | {
+            "loss/total": row["loss"]
+        }
         for name in ("total", *losses):
             scalars |= band(name, scalars[f"loss/{name}"], updates)
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"]}
@@ -120,17 +150,25 @@ class Dashboard(RoundCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
         files = state.get("files", {})
-        self._files = None if files is None else {name: max(0, int(length)) for name, length in files.items()}
+        self._files = (
+            None if files is None else {name: max(0, int(length)) for name, length in files.items()}
+        )
         self._custom = dict.fromkeys(map(str, state.get("custom", [])))
 
-    def _evaluation(self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    def _evaluation(
+        self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         accuracies = {key: found[key] for key in found if "_top" in key}
         best = {}
         for kind in ("knn", "linear"):
             if f"{kind}_top1" in accuracies and round_number:
-                best[f"{kind}_best"] = max(row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row)
+                best[f"{kind}_best"] = max(
+                    row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row
+                )
         self.writer.accuracy(round_number, accuracies | best)
-        self.writer.round(round_number, {f"health/{key}": found[key] for key in HEALTH if key in found})
+        self.writer.round(
+            round_number, {f"health/{key}": found[key] for key in HEALTH if key in found}
+        )
 
     def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         row, mega = rows[-1], 1e6
@@ -139,22 +177,31 @@ class Dashboard(RoundCallback):
         found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
         found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
         found |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / mega for way in ("up", "down")}
-        travelled = (row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))  # Older rows do not tell.
+        travelled = (
+            row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down")
+        )  # Older rows do not tell.
         found["system/megabytes_in_all"] = sum(travelled) / mega
         return found | {
-            f"system/memory_{where}_gb": size / 1e9 for where, size in peak_memory(self.trainer.device).items()
+            f"system/memory_{where}_gb": size / 1e9
+            for where, size in peak_memory(self.trainer.device).items()
         }
 
     def _clients(self, round_number: int, updates: Sequence[Update]) -> None:
         """A curve for each of the first clients; of all of them, how they are spread."""
-        told: dict[str, dict[int, float]] = {"images": {update.client: update.num_images for update in updates}}
-        told["loss"] = {update.client: update.loss().mean().item() for update in updates if len(update.losses)}
+        told: dict[str, dict[int, float]] = {
+            "images": {update.client: update.num_images for update in updates}
+        }
+        told["loss"] = {
+            update.client: update.loss().mean().item() for update in updates if len(update.losses)
+        }
         for update in updates:
             for key, value in update.metrics.items():
                 if key != "lr":  # The same for all but in rare methods: one curve is enough.
                     told.setdefault(key, {})[update.client] = value
             first_step = update.memory.steps - len(update.losses)
-            self.writer.client_losses(update.client, first_step, update.losses, names=update.loss_names)
+            self.writer.client_losses(
+                update.client, first_step, update.losses, names=update.loss_names
+            )
         for key, values in told.items():
             self.writer.clients(key, round_number, values)
 
@@ -221,7 +268,9 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         found["ram"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return found | ({"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {})
+    return found | (
+        {"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {}
+    )
 
 
 def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pages:
@@ -232,19 +281,34 @@ def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pag
         custom: what of it callbacks have added; clients tell the rest.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    losses = [key.removeprefix("loss_") for key in keys if key.startswith("loss_") and key != "loss_scale"]
-    others = [key for key in keys if key not in {*OWN, *HEALTH, "angle", *custom} and not key.startswith(OWN_KINDS)]
+    losses = [
+        key.removeprefix("loss_") for key in keys if key.startswith("loss_") and key != "loss_scale"
+    ]
+    others = [
+        key
+        for key in keys
+        if key not in {*OWN, *HEALTH, "angle", *custom} and not key.startswith(OWN_KINDS)
+    ]
     told = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
     titles = {
         "drift": "Drift: how far a client went, in lengths of the global weights",
         "angle": "Angle between a client's embeddings and the global ones (degrees)",
         "divergence": "Divergence d of FedU",
     }
-    bands = {name: (f"loss/{name}", f"loss_band/{name}_low", f"loss_band/{name}_high") for name in ("total", *losses)}
+    bands = {
+        name: (f"loss/{name}", f"loss_band/{name}_low", f"loss_band/{name}_high")
+        for name in ("total", *losses)
+    }
     return {
         "Accuracy": {
-            "Linear probe, top-1 (%); best: on the test images": ["accuracy/linear_top1$", "accuracy/linear_best$"],
-            "kNN, top-1 (%); best: on the test images": ["accuracy/knn_top1$", "accuracy/knn_best$"],
+            "Linear probe, top-1 (%); best: on the test images": [
+                "accuracy/linear_top1$",
+                "accuracy/linear_best$",
+            ],
+            "kNN, top-1 (%); best: on the test images": [
+                "accuracy/knn_top1$",
+                "accuracy/knn_best$",
+            ],
         },
         # Charts with bands TensorBoard shows from the last to the first.
         "Losses": {f"{name}, mean ± std of the clients": bands[name] for name in reversed(bands)},

@@ -26,17 +26,27 @@ class Drift(RoundCallback):
         """
         self.clients = clients
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         """Measures one client."""
         if update.client < self.clients:
-            update.metrics["drift"] = drift_of(update.state.weights, record.context.global_state.weights)
+            update.metrics["drift"] = drift_of(
+                update.state.weights, record.context.global_state.weights
+            )
 
 
 def drift_of(state: State, reference: State) -> float:
     """How far weights are from the reference, in lengths of the reference; BatchNorm's statistics do not count."""
-    names = [name for name in reference if reference[name].is_floating_point() and not name.endswith(STATISTICS)]
+    names = [
+        name
+        for name in reference
+        if reference[name].is_floating_point() and not name.endswith(STATISTICS)
+    ]
     before = [reference[name] for name in names]
     steps = torch._foreach_sub([state[name] for name in names], before)
-    went, length = (torch.stack(torch._foreach_norm(list(t), 2, torch.float64)).norm() for t in (steps, before))
+    went, length = (
+        torch.stack(torch._foreach_norm(list(t), 2, torch.float64)).norm() for t in (steps, before)
+    )
     # Sums depend on the order in memory, which a run that is resumed does not share: not in the first six digits.
     return float(f"{(went / length).item():.6g}")

@@ -16,7 +16,12 @@ class EarlyStopping(RoundCallback):
     """Ends the run when a number of the row has not improved for some measurements, as Lightning's does."""
 
     def __init__(
-        self, monitor: str = "knn_top1", *, patience: int = 3, min_delta: float = 0.0, mode: str = "max"
+        self,
+        monitor: str = "knn_top1",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "max",
     ) -> None:
         """Sets what is watched.
 
@@ -48,14 +53,20 @@ class EarlyStopping(RoundCallback):
             return
         self.waited += 1
         if self.waited >= self.patience and record.number < trainer.max_rounds:
-            trainer.note(f"{self.monitor} has not been better than {self.best:g} for {self.waited} measurements: stop")
+            trainer.note(
+                f"{self.monitor} has not been better than {self.best:g} for {self.waited} measurements: stop"
+            )
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """A number that is never there would never stop anything."""
         if self.best is None and trainer.history:
-            there = ", ".join(key for key, value in trainer.history[-1].items() if isinstance(value, float))
-            trainer.note(f"EarlyStopping has waited for {self.monitor}, which no round had; there is {there}")
+            there = ", ".join(
+                key for key, value in trainer.history[-1].items() if isinstance(value, float)
+            )
+            trainer.note(
+                f"EarlyStopping has waited for {self.monitor}, which no round had; there is {there}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far, and how long ago."""

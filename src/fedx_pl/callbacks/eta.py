@@ -8,7 +8,9 @@ from collections.abc import Callable
 WINDOW_SECONDS = 30.0  # Older work counts less and less for the rate.
 
 Kind = tuple[bool, bool]  # of an evaluation: with kNN, with a linear probe
-Due = Callable[[int, int], Kind]  # what is measured after a round, given its number and that of the last one
+Due = Callable[
+    [int, int], Kind
+]  # what is measured after a round, given its number and that of the last one
 
 
 class Pace:
@@ -76,13 +78,19 @@ class Eta:
         """
         self.rounds, self.steps = rounds, 0
         self.clock = clock
-        self.done = 0.0  # steps, or rounds where nobody tells of steps; also those of an earlier process
+        self.done = (
+            0.0  # steps, or rounds where nobody tells of steps; also those of an earlier process
+        )
         self._due = due
         self._pace = Pace(clock)
         self._finished = self._before = 0  # rounds in all, and by an earlier process
         self._evaluating: float | None = None  # since when
-        self._first: float | None = None  # seconds of this process' first evaluation, mostly of the untrained network
-        self._evaluations: dict[Kind, list[float]] = {}  # seconds after each trained round: saving them takes some, too
+        self._first: float | None = (
+            None  # seconds of this process' first evaluation, mostly of the untrained network
+        )
+        self._evaluations: dict[
+            Kind, list[float]
+        ] = {}  # seconds after each trained round: saving them takes some, too
 
     @property
     def total(self) -> float:
@@ -135,7 +143,9 @@ class Eta:
         if self._evaluating is not None:
             kind, seconds = self._due(round_number, self.rounds), self.clock() - self._evaluating
             self._evaluations.setdefault(kind, []).append(seconds)
-            if any(kind) and self._first is None:  # A resumed run does not measure the untrained network again.
+            if (
+                any(kind) and self._first is None
+            ):  # A resumed run does not measure the untrained network again.
                 self._first = seconds
         self._pace.stop()
         self._finished, self._evaluating = round_number, None

@@ -36,17 +36,25 @@ class EvaluationCallback(RoundCallback):
         self, trainer: FederatedTrainer, round_number: int, row: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
         row = row or {}
-        found = trainer.evaluator.measure(trainer.model, trainer.device, round_number, rounds=trainer.max_rounds)
+        found = trainer.evaluator.measure(
+            trainer.model, trainer.device, round_number, rounds=trainer.max_rounds
+        )
         for evaluation in trainer.evaluations if trainer.due(round_number)[0] else ():
             if trainer.evaluator.possible or not evaluation.needs_labels:
                 numbers = evaluation.measure(trainer, trainer.note)
-                trainer.model.load_shared(trainer.global_state.weights)  # It may have trained clients.
+                trainer.model.load_shared(
+                    trainer.global_state.weights
+                )  # It may have trained clients.
                 if not isinstance(numbers, dict):
                     name = type(evaluation).__name__
-                    raise UserError(f"{name}.measure returns {numbers!r}; return a dict of numbers by name")
+                    raise UserError(
+                        f"{name}.measure returns {numbers!r}; return a dict of numbers by name"
+                    )
                 for key, value in numbers.items():
                     value = value.item() if getattr(value, "shape", None) == () else value
                     if isinstance(value, int | float):
                         taken = key in found or key in row
-                        found[f"{type(evaluation).__name__.lower()}_{key}" if taken else key] = float(value)
+                        found[f"{type(evaluation).__name__.lower()}_{key}" if taken else key] = (
+                            float(value)
+                        )
         return found

@@ -16,7 +16,10 @@ class SaveEncoder(RoundCallback):
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
         """Writes both; the picture only if there is an accuracy."""
-        write_atomically(trainer.folder / "encoder.safetensors", tensor_bytes(trainer.model.backbone.state_dict()))
+        write_atomically(
+            trainer.folder / "encoder.safetensors",
+            tensor_bytes(trainer.model.backbone.state_dict()),
+        )
         if any("_top1" in key for row in trainer.history for key in row):
             from fedx_pl.callbacks import plots  # Here: matplotlib would slow every start down.
 

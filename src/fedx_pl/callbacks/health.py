@@ -24,22 +24,29 @@ class HealthOptions:
 
     on_collapse: str = field(
         default="warn",
-        metadata={"help": "warn | stop: end the run when the encoder has collapsed (short: on_collapse)"},
+        metadata={
+            "help": "warn | stop: end the run when the encoder has collapsed (short: on_collapse)"
+        },
     )
     min_rankme: float = field(
-        default=2.0, metadata={"help": "dimensions that the features of a healthy encoder use at least"}
+        default=2.0,
+        metadata={"help": "dimensions that the features of a healthy encoder use at least"},
     )
     max_uniformity: float = field(
-        default=-0.05, metadata={"help": "of the features; 0 means that all directions are the same"}
+        default=-0.05,
+        metadata={"help": "of the features; 0 means that all directions are the same"},
     )
     max_growth: float = field(
-        default=2.0, metadata={"help": "a client diverges if its loss grows by this factor within a round"}
+        default=2.0,
+        metadata={"help": "a client diverges if its loss grows by this factor within a round"},
     )
 
     def __post_init__(self) -> None:
         known = self.on_collapse in ("warn", "stop")
         require("health.on_collapse", self.on_collapse, known, instead="on_collapse=warn or stop")
-        require("health.max_growth", self.max_growth, self.max_growth > 1, instead="health.max_growth=2")
+        require(
+            "health.max_growth", self.max_growth, self.max_growth > 1, instead="health.max_growth=2"
+        )
 
 
 class Health(RoundCallback):
@@ -62,7 +69,9 @@ class Health(RoundCallback):
         """Looks at the row and at every client."""
         record.alarms += [*self._collapse(record)]
         for update in record.updates:
-            record.alarms += [f"{trainer.name_of(update.client)}{problem}" for problem in self._problems(update)]
+            record.alarms += [
+                f"{trainer.name_of(update.client)}{problem}" for problem in self._problems(update)
+            ]
         self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
         trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
 
@@ -77,7 +86,9 @@ class Health(RoundCallback):
             for name in ("rankme", "uniformity")
         }
         rankme = statistics.median_high(told["rankme"] or [record.row.get("rankme", math.inf)])
-        uniformity = statistics.median_low(told["uniformity"] or [record.row.get("uniformity", -math.inf)])
+        uniformity = statistics.median_low(
+            told["uniformity"] or [record.row.get("uniformity", -math.inf)]
+        )
         if rankme < (least := self.options.min_rankme):
             yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
         if uniformity > (most := self.options.max_uniformity):
@@ -98,7 +109,11 @@ class Health(RoundCallback):
     def _refuse_collapsed(self, trainer: FederatedTrainer) -> None:
         """Raises a `UserError`, unless it is the last round, which ends the run in any case."""
         number = trainer.current_round
-        if self.options.on_collapse == "stop" and self._collapsed(number) and number < trainer.max_rounds:
+        if (
+            self.options.on_collapse == "stop"
+            and self._collapsed(number)
+            and number < trainer.max_rounds
+        ):
             raise UserError(
                 f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the run is saved in "
                 f"{trainer.folder}, and on_collapse=warn goes on"

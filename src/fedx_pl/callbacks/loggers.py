@@ -34,7 +34,9 @@ class Loggers(RoundCallback):
 
     def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Tells the numbers."""
-        numbers = {key: value for key, value in record.row.items() if isinstance(value, int | float)}
+        numbers = {
+            key: value for key, value in record.row.items() if isinstance(value, int | float)
+        }
         for logger in self.loggers:
             logger.log_metrics(numbers, step=record.number)
             logger.save()

@@ -50,10 +50,14 @@ class PlainRow(RoundCallback):
         Args:
             own: the user's callbacks.
         """
-        self._where = f"record.row, as {', '.join(type(callback).__name__ for callback in own)} left it,"
+        self._where = (
+            f"record.row, as {', '.join(type(callback).__name__ for callback in own)} left it,"
+        )
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Refuses what is no plain number or text."""
         if not isinstance(record.row, dict) or not all(isinstance(key, str) for key in record.row):
-            raise UserError(f"{self._where} is no dict of values by name; add to it: record.row['name'] = value")
+            raise UserError(
+                f"{self._where} is no dict of values by name; add to it: record.row['name'] = value"
+            )
         record.row = {key: plain(value, self._where, key) for key, value in record.row.items()}

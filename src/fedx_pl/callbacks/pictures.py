@@ -56,7 +56,12 @@ def neighbour_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> n
     Returns:
         uint8 (height, width, 3).
     """
-    shown = _resized(images[rows.flatten()], _SHOWN).permute(0, 2, 3, 1).numpy().reshape(*rows.shape, _SHOWN, _SHOWN, 3)
+    shown = (
+        _resized(images[rows.flatten()], _SHOWN)
+        .permute(0, 2, 3, 1)
+        .numpy()
+        .reshape(*rows.shape, _SHOWN, _SHOWN, 3)
+    )
     frame, gap = 4, 8
     cell = _SHOWN + 2 * frame + gap
     lines, columns = rows.shape
@@ -68,7 +73,9 @@ def neighbour_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> n
             if labels is not None and column and labels[rows[line, 0]] >= 0:
                 colour = _SAME if labels[rows[line, column]] == labels[rows[line, 0]] else _OTHER
             canvas[top : top + _SHOWN + 2 * frame, left : left + _SHOWN + 2 * frame] = colour
-            canvas[top + frame : top + frame + _SHOWN, left + frame : left + frame + _SHOWN] = shown[line, column]
+            canvas[top + frame : top + frame + _SHOWN, left + frame : left + frame + _SHOWN] = (
+                shown[line, column]
+            )
     return canvas
 
 
@@ -83,14 +90,26 @@ def embedding_map(features: Tensor, labels: np.ndarray | None, classes: Sequence
     points, shares = main_axes(F.normalize(features, dim=1))
     figure = Figure(figsize=(6, 4.4), dpi=110, layout="constrained")
     axes = figure.subplots()
-    known = np.full(len(points), -1) if labels is None else np.where(labels < len(_COLOURS), labels, -1)
+    known = (
+        np.full(len(points), -1) if labels is None else np.where(labels < len(_COLOURS), labels, -1)
+    )
     if (known < 0).any():
         rest = "other classes" if (known >= 0).any() else "images"
-        axes.scatter(points[known < 0, 0], points[known < 0, 1], s=9, color="#BBBBBB", label=rest, linewidths=0)
+        axes.scatter(
+            points[known < 0, 0],
+            points[known < 0, 1],
+            s=9,
+            color="#BBBBBB",
+            label=rest,
+            linewidths=0,
+        )
     for label in np.unique(known[known >= 0]):
         x, y = points[known == label].T
         axes.scatter(x, y, s=9, color=_COLOURS[label], label=classes[label], linewidths=0)
-    axes.set(xlabel=f"first main axis, {shares[0]:.0%} of the variance", ylabel=f"second main axis, {shares[1]:.0%}")
+    axes.set(
+        xlabel=f"first main axis, {shares[0]:.0%} of the variance",
+        ylabel=f"second main axis, {shares[1]:.0%}",
+    )
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_color("#CCCCCC")
@@ -115,7 +134,9 @@ def main_axes(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def thumbnails(images: Tensor) -> Tensor:
     """uint8 (N, H, W, C) -> float (N, 3, h, w) in 0 to 1, small enough for a sprite of a thousand."""
-    parts = [_resized(part, _THUMBNAIL) for part in images.split(100)]  # A thousand large ones would fill the memory.
+    parts = [
+        _resized(part, _THUMBNAIL) for part in images.split(100)
+    ]  # A thousand large ones would fill the memory.
     return torch.cat(parts).float() / 255
 
 

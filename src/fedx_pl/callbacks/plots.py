@@ -20,7 +20,9 @@ _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#5F5F5F"
 _ACCURACIES = (("linear_top1", "linear probe", _BLUE, "o"), ("knn_top1", "kNN", _ORANGE, "s"))
 
 
-def partition_heatmap(counts: np.ndarray, classes: Sequence[str], clients: Sequence[str] | None = None) -> Figure:
+def partition_heatmap(
+    counts: np.ndarray, classes: Sequence[str], clients: Sequence[str] | None = None
+) -> Figure:
     """How many images of each class every client owns, with the size of each client as a bar beside it.
 
     Args:
@@ -32,7 +34,11 @@ def partition_heatmap(counts: np.ndarray, classes: Sequence[str], clients: Seque
     rows, columns = counts.shape
     if columns > 1 and len(classes) != columns:
         raise ValueError(f"{columns} columns of counts but {len(classes)} class names")
-    names = [_short(name) for name in clients] if clients is not None else [str(row) for row in range(rows)]
+    names = (
+        [_short(name) for name in clients]
+        if clients is not None
+        else [str(row) for row in range(rows)]
+    )
     # Cells shrink as they become many, so that the picture stays between a postcard and two pages (sizes in inches):
     # its memory must not grow with the number of clients.
     width = columns * min(max(7.5 / columns, 0.1), 0.75) if columns > 1 else 0
@@ -65,18 +71,26 @@ def partition_heatmap(counts: np.ndarray, classes: Sequence[str], clients: Seque
     return figure
 
 
-def _draw_heat(axes: Axes, counts: np.ndarray, classes: Sequence[str], width: float, height: float) -> None:
+def _draw_heat(
+    axes: Axes, counts: np.ndarray, classes: Sequence[str], width: float, height: float
+) -> None:
     """The (clients, classes) cells, each ``width`` by ``height`` inches: numbers if they fit, else a colour bar."""
     # Skewed splits have a few huge cells: the square root keeps the small ones apart from the empty (white) ones.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     image = axes.imshow(counts, cmap="Blues", norm=norm, aspect="auto")
-    if width * 72 >= 5.5 * len(str(counts.max())) and height * 72 >= 11:  # a digit of 8 points is about 5.5 wide
+    if (
+        width * 72 >= 5.5 * len(str(counts.max())) and height * 72 >= 11
+    ):  # a digit of 8 points is about 5.5 wide
         for (row, column), count in np.ndenumerate(counts):
             if count:
                 colour = "white" if norm(count) > 0.6 else "black"
-                axes.text(column, row, f"{count}", ha="center", va="center", fontsize=8, color=colour)
+                axes.text(
+                    column, row, f"{count}", ha="center", va="center", fontsize=8, color=colour
+                )
     else:
-        axes.figure.colorbar(image, ax=axes, location="top", label="images per cell", aspect=50, shrink=0.5, pad=0.01)
+        axes.figure.colorbar(
+            image, ax=axes, location="top", label="images per cell", aspect=50, shrink=0.5, pad=0.01
+        )
     if min(width, height) >= 0.15:  # white lines between the cells
         axes.set_xticks(np.arange(counts.shape[1] + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(counts.shape[0] + 1) - 0.5, minor=True)
@@ -118,10 +132,25 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
         if points:
             rounds, values = zip(*points, strict=True)
             size = 4 if len(points) <= 40 else 0
-            axes.plot(rounds, values, color=colour, marker=marker, markersize=size, linewidth=1.8, label=label)
+            axes.plot(
+                rounds,
+                values,
+                color=colour,
+                marker=marker,
+                markersize=size,
+                linewidth=1.8,
+                label=label,
+            )
         level = _number((untrained or {}).get(key))
         if math.isfinite(level):
-            axes.axhline(level, color=colour, linestyle="--", linewidth=1.2, alpha=0.8, label=f"{label}, untrained")
+            axes.axhline(
+                level,
+                color=colour,
+                linestyle="--",
+                linewidth=1.2,
+                alpha=0.8,
+                label=f"{label}, untrained",
+            )
     axes.set(xlabel="round", ylabel="top-1 accuracy (%)")
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
@@ -131,7 +160,15 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
     else:
-        axes.text(0.5, 0.5, "not evaluated", transform=axes.transAxes, ha="center", va="center", color=_GREY)
+        axes.text(
+            0.5,
+            0.5,
+            "not evaluated",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=_GREY,
+        )
     return figure
 
 
@@ -141,7 +178,13 @@ def _number(value: object) -> float:
 
 
 def view_grid(
-    first: Tensor, second: Tensor, mean: Sequence[float], std: Sequence[float], *, pairs: int = 32, columns: int = 4
+    first: Tensor,
+    second: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    pairs: int = 32,
+    columns: int = 4,
 ) -> np.ndarray:
     """Two augmented views of the same images, side by side, enlarged without smoothing.
 
@@ -156,7 +199,9 @@ def view_grid(
     Returns:
         uint8 (height, width, 3).
     """
-    views = torch.stack([first[:pairs], second[:pairs]], 1).detach().float().cpu()  # (P, 2, C, H, W)
+    views = (
+        torch.stack([first[:pairs], second[:pairs]], 1).detach().float().cpu()
+    )  # (P, 2, C, H, W)
     views = views * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
     pixels = (views.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
     count, _, height, width, _ = pixels.shape
@@ -167,7 +212,9 @@ def view_grid(
     columns = min(columns, count)
     lines = math.ceil(count / columns)
     pair_width = 2 * width + inner
-    canvas = np.full((lines * (height + outer) + outer, columns * (pair_width + outer) + outer, 3), 255, np.uint8)
+    canvas = np.full(
+        (lines * (height + outer) + outer, columns * (pair_width + outer) + outer, 3), 255, np.uint8
+    )
     for number, (left, right) in enumerate(pixels):
         top = outer + number // columns * (height + outer)
         start = outer + number % columns * (pair_width + outer)

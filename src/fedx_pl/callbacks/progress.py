@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from fedx_pl.callbacks.base import RoundCallback
@@ -44,7 +52,9 @@ class _Console(Console):
 class _Live(Progress):
     """A bar, and lines below it: beside it there is no room on a narrow terminal."""
 
-    def __init__(self, below: Callable[[], list[Text]], *columns: ProgressColumn, **options: Any) -> None:
+    def __init__(
+        self, below: Callable[[], list[Text]], *columns: ProgressColumn, **options: Any
+    ) -> None:
         self.below = below
         super().__init__(*columns, **options)
 
@@ -72,7 +82,9 @@ class Terminal:
     Losses and images per second are of the clients that are done: those of every step stay on the device until then.
     """
 
-    def __init__(self, console: Console, rounds: int, due: Due, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, rounds: int, due: Due, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Prepares the display.
 
         Args:
@@ -91,7 +103,9 @@ class Terminal:
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
             _Eta(self._eta),
         )  # fmt: skip
-        self._progress = _Live(self._below, *columns, console=console, transient=True, disable=not self._live)
+        self._progress = _Live(
+            self._below, *columns, console=console, transient=True, disable=not self._live
+        )
         self._task = self._progress.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
@@ -148,10 +162,18 @@ class Terminal:
         parts += [f"{label} {row[key]:6.2f}" for key, label in labels.items() if key in row]
         self._left.row(round_number, row.get("evaluate_seconds", 0.0))
         if round_number:
-            parts += [f"{row['images_per_second']:,.0f} img/s", f"{row['round_seconds']:.1f} s", self._eta()]
+            parts += [
+                f"{row['images_per_second']:,.0f} img/s",
+                f"{row['round_seconds']:.1f} s",
+                self._eta(),
+            ]
         self._print("  ".join(parts))
         clients = f", 0/{self._of} clients" if self._of else ""
-        following = f"round {round_number + 1}/{self.rounds}{clients}" if round_number < self.rounds else "finishing"
+        following = (
+            f"round {round_number + 1}/{self.rounds}{clients}"
+            if round_number < self.rounds
+            else "finishing"
+        )
         self._move(following)
 
     def note(self, text: str) -> None:
@@ -163,16 +185,27 @@ class Terminal:
         passed = max(self._clock() - self._round_started, 1e-9)
         self._rate = f"{self._images / passed:,.0f} img/s"  # as the round's line
         if len(update.losses):
-            means = zip(update.loss_names, update.losses.mean(0).tolist(), strict=False)  # A site's word is its own.
+            means = zip(
+                update.loss_names, update.losses.mean(0).tolist(), strict=False
+            )  # A site's word is its own.
             total, *terms = [f"{name.replace('_', ' ')} {mean:.2f}" for name, mean in means]
-            self._loss, self._terms = total.replace("total", "loss"), ", ".join(terms if len(terms) > 1 else [])
+            self._loss, self._terms = (
+                total.replace("total", "loss"),
+                ", ".join(terms if len(terms) > 1 else []),
+            )
 
     def _move(self, description: str | None = None) -> None:
         """Moves the bar by steps, or by rounds where nobody tells of steps."""
-        self._progress.update(self._task, completed=self._left.done, total=self._left.total, description=description)
+        self._progress.update(
+            self._task, completed=self._left.done, total=self._left.total, description=description
+        )
 
     def _below(self) -> list[Text]:
-        now = ", ".join(part for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms) if part)
+        now = ", ".join(
+            part
+            for part in (self._rate, self._loss and f"last client: {self._loss}", self._terms)
+            if part
+        )
         workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
         # A site chooses the names of its losses; there may be many workers.
         lines = [Text(for_terminal(now)), Text(workers, no_wrap=True, overflow="ellipsis")]
@@ -202,7 +235,9 @@ class ProgressBar(RoundCallback):
 
     def _display(self, trainer: FederatedTrainer) -> Terminal:
         if self._terminal is None:
-            self._terminal = Terminal(self.console, trainer.max_rounds, lambda number, rounds: trainer.due(number))
+            self._terminal = Terminal(
+                self.console, trainer.max_rounds, lambda number, rounds: trainer.due(number)
+            )
         return self._terminal
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
@@ -212,7 +247,9 @@ class ProgressBar(RoundCallback):
         if first <= trainer.max_rounds and trainer.datamodule.clients:
             self._display(trainer).expect(steps_between(trainer, first, trainer.max_rounds), first)
         if first == 1 and trainer.untrained:
-            self._display(trainer).row({"round": 0, **trainer.untrained, "evaluate_seconds": trainer.untrained_seconds})
+            self._display(trainer).row(
+                {"round": 0, **trainer.untrained, "evaluate_seconds": trainer.untrained_seconds}
+            )
 
     def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Begins to count the round's time."""
@@ -227,15 +264,23 @@ class ProgressBar(RoundCallback):
         """Moves the bar."""
         self._display(trainer).step(count)
 
-    def on_client_update(self, trainer: FederatedTrainer, record: RoundRecord, update: Update) -> None:
+    def on_client_update(
+        self, trainer: FederatedTrainer, record: RoundRecord, update: Update
+    ) -> None:
         """Counts the client; one of an earlier process took none of this one's time."""
         self._done += 1
         if update.client in record.resumed:
-            self._display(trainer).start(record.number, self._done, len(record.clients), steps=len(update.losses))
+            self._display(trainer).start(
+                record.number, self._done, len(record.clients), steps=len(update.losses)
+            )
         else:
-            self._display(trainer).client(record.number, self._done, len(record.clients), update=update)
+            self._display(trainer).client(
+                record.number, self._done, len(record.clients), update=update
+            )
 
-    def on_client_refused(self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str) -> None:
+    def on_client_refused(
+        self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str
+    ) -> None:
         """Counts the client."""
         self._done += 1
         self._display(trainer).client(record.number, self._done, len(record.clients), update=None)
@@ -280,7 +325,9 @@ def grouped_warnings(console: Console) -> Iterator[None]:
             console.print(f"warning: {text} ({place})", style="yellow", soft_wrap=True)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always", append=True)  # Counted by us; what others ignore stays ignored.
+        warnings.simplefilter(
+            "always", append=True
+        )  # Counted by us; what others ignore stays ignored.
         warnings.showwarning = show
         try:
             yield
@@ -288,7 +335,9 @@ def grouped_warnings(console: Console) -> Iterator[None]:
             for text, count in counts.items():
                 if count > 1:
                     short = textwrap.shorten(text, 60, placeholder=" ...")
-                    console.print(f"warning, {count} times: {short}", style="yellow", soft_wrap=True)
+                    console.print(
+                        f"warning, {count} times: {short}", style="yellow", soft_wrap=True
+                    )
 
 
 @contextmanager
@@ -308,7 +357,12 @@ def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
             console.print(f"  {what}: {done:,} of {of:,} steps, ETA {eta}", soft_wrap=True)
         bar.update(task, completed=done, total=of)
 
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not live) as bar:
         task = bar.add_task(what, total=None)
         yield tick

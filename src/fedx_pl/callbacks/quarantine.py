@@ -39,7 +39,9 @@ class Quarantine(RoundCallback):
         self._exclude(trainer)
 
     def _exclude(self, trainer: FederatedTrainer) -> None:
-        excluded = sorted(client for client, count in self.strikes.items() if 0 < self.limit <= count)
+        excluded = sorted(
+            client for client, count in self.strikes.items() if 0 < self.limit <= count
+        )
         if excluded != trainer.excluded:
             names = ", ".join(map(trainer.name_of, excluded))
             trainer.note(
@@ -53,4 +55,6 @@ class Quarantine(RoundCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """JSON has made texts of the clients' numbers."""
-        self.strikes = {int(client): int(count) for client, count in state.get("strikes", {}).items()}
+        self.strikes = {
+            int(client): int(count) for client, count in state.get("strikes", {}).items()
+        }

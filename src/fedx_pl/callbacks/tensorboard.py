@@ -38,7 +38,9 @@ class RunWriter:
             neither readable nor cheap. By number, so that a resumed run goes on with the same ones.
     """
 
-    def __init__(self, folder: Path, *, known: Mapping[str, int] | None = None, max_clients: int = 10) -> None:
+    def __init__(
+        self, folder: Path, *, known: Mapping[str, int] | None = None, max_clients: int = 10
+    ) -> None:
         self._folder = folder
         self._max_clients = max_clients
         if known is not None:
@@ -83,7 +85,9 @@ class RunWriter:
                 self._writer.add_scalar(tag, value, round_number)
         self._writer.flush()
 
-    def client_losses(self, client: int, first_step: int, losses: Tensor, names: Sequence[str]) -> None:
+    def client_losses(
+        self, client: int, first_step: int, losses: Tensor, names: Sequence[str]
+    ) -> None:
         """The loss terms of one client in one round, as ``loss_<name>/client_<number>``.
 
         Long rounds are thinned to about fifty points, each the mean of its bucket of rows and drawn at the last step of
@@ -119,12 +123,16 @@ class RunWriter:
         finite = {client: value for client, value in values.items() if math.isfinite(value)}
         for client in sorted(finite):
             if client < self._max_clients:
-                self._writer.add_scalar(f"client_{name}/client_{client:03d}", finite[client], round_number)
+                self._writer.add_scalar(
+                    f"client_{name}/client_{client:03d}", finite[client], round_number
+                )
         within = [value for value in finite.values() if abs(value) < _LARGEST]
         if within:
             self._writer.add_histogram(f"spread/{name}", np.array(within), round_number)
 
-    def partition(self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]) -> None:
+    def partition(
+        self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]
+    ) -> None:
         """Who owns what: a heat map, and the size of each client as a table.
 
         Args:
@@ -137,10 +145,16 @@ class RunWriter:
         figure = plots.partition_heatmap(counts, classes, client_names)
         self._writer.add_image("partition/heatmap", plots.pixels(figure), 0, dataformats="HWC")
         sizes = zip(client_names, np.asarray(counts).sum(1), strict=True)
-        table = ["| client | images |", "|---|---:|", *(f"| {name} | {size:,} |" for name, size in sizes)]
+        table = [
+            "| client | images |",
+            "|---|---:|",
+            *(f"| {name} | {size:,} |" for name, size in sizes),
+        ]
         self.text("partition/sizes", "\n".join(table))
 
-    def views(self, first: Tensor, second: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+    def views(
+        self, first: Tensor, second: Tensor, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         """Example pairs of augmented views: the quickest way to see a wrong augmentation.
 
         Args:
@@ -151,10 +165,17 @@ class RunWriter:
         """
         from fedx_pl.callbacks import plots
 
-        self._writer.add_image("views/pairs", plots.view_grid(first, second, mean, std=std), 0, dataformats="HWC")
+        self._writer.add_image(
+            "views/pairs", plots.view_grid(first, second, mean, std=std), 0, dataformats="HWC"
+        )
 
     def embedding(
-        self, round_number: int, features: Tensor, images: Tensor, labels: np.ndarray | None, classes: Sequence[str]
+        self,
+        round_number: int,
+        features: Tensor,
+        images: Tensor,
+        labels: np.ndarray | None,
+        classes: Sequence[str],
     ) -> None:
         """How the encoder sees some images: which it finds alike, and a map of all.
 
@@ -171,7 +192,9 @@ class RunWriter:
         grid = pictures.neighbour_grid(images, rows, labels)
         self._writer.add_image("embedding/neighbours", grid, round_number, dataformats="HWC")
         figure = pictures.embedding_map(features, labels, classes)
-        self._writer.add_image("embedding/map", plots.pixels(figure), round_number, dataformats="HWC")
+        self._writer.add_image(
+            "embedding/map", plots.pixels(figure), round_number, dataformats="HWC"
+        )
 
     def projector(self, features: Tensor, images: Tensor, names: Sequence[str]) -> None:
         """The points of TensorBoard's projector, with the images on them.
@@ -185,7 +208,9 @@ class RunWriter:
 
         from fedx_pl.callbacks import pictures
 
-        temporary = self._folder / f".projector{UNFINISHED}"  # If this is the end, the next start removes it.
+        temporary = (
+            self._folder / f".projector{UNFINISHED}"
+        )  # If this is the end, the next start removes it.
         shutil.rmtree(temporary, ignore_errors=True)
         with SummaryWriter(str(temporary)) as writer:
             writer.add_embedding(features, list(names), pictures.thumbnails(images), tag="encoder")
@@ -241,7 +266,10 @@ class RunWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -34,5 +34,7 @@ class MaxTime(RoundCallback):
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
         """Looks at the clock."""
         if time.monotonic() - self._started >= self.seconds and record.number < trainer.max_rounds:
-            trainer.note(f"the time of {timedelta(seconds=self.seconds)} is up; fit again goes on from here")
+            trainer.note(
+                f"the time of {timedelta(seconds=self.seconds)} is up; fit again goes on from here"
+            )
             trainer.should_stop = True

@@ -69,28 +69,51 @@ def keys() -> dict[str, str]:
 
 def values() -> list[str]:
     """All ``group=choice``, and ``key=true`` and ``key=false`` of what is one of the two."""
-    found = [f"{group}={choice}" for group in configuration.GROUPS for choice in configuration.choices(group)]
-    pairs = [(data, method) for data in configuration.choices("data") for method in configuration.choices("method")]
-    found += ["profile=auto", *(f"experiment={d}-{m}{fedx}" for d, m in pairs for fedx in ("", "-fedx"))]
+    found = [
+        f"{group}={choice}"
+        for group in configuration.GROUPS
+        for choice in configuration.choices(group)
+    ]
+    pairs = [
+        (data, method)
+        for data in configuration.choices("data")
+        for method in configuration.choices("method")
+    ]
+    found += [
+        "profile=auto",
+        *(f"experiment={d}-{m}{fedx}" for d, m in pairs for fedx in ("", "-fedx")),
+    ]
     switches = [*MIXINS, *(key for key, default, _ in all_keys() if isinstance(default, bool))]
     return found + [f"{key}={value}" for key in switches for value in ("true", "false")]
 
 
-def commands(parser: argparse.ArgumentParser | None = None, path: str = "", text: str = "") -> Iterator[Command]:
+def commands(
+    parser: argparse.ArgumentParser | None = None, path: str = "", text: str = ""
+) -> Iterator[Command]:
     """`fedx-pl` itself, then each command, its own kinds after it."""
     parser = parser or make_parser()
-    options = {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
-    valued = [flag for action in parser._actions for flag in action.option_strings if action.nargs != 0]
-    below = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
+    options = {
+        flag: action.help or "" for action in parser._actions for flag in action.option_strings
+    }
+    valued = [
+        flag for action in parser._actions for flag in action.option_strings if action.nargs != 0
+    ]
+    below = next(
+        (one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None
+    )
     if below is not None:
-        yield Command(path=path, help=text, options=options, valued=valued, words=list(below.choices))
+        yield Command(
+            path=path, help=text, options=options, valued=valued, words=list(below.choices)
+        )
         helps = {str(one.dest): one.help or "" for one in below._choices_actions}
         for name, child in below.choices.items():
             yield from commands(child, f"{path} {name}".strip(), helps[name])
         return
     arguments = [action for action in parser._actions if not action.option_strings]
     files = sum(action.type is Path for action in arguments)
-    yield Command(path=path, help=text, options=options, valued=valued, words=_words(path), files=files)
+    yield Command(
+        path=path, help=text, options=options, valued=valued, words=_words(path), files=files
+    )
 
 
 def _words(path: str) -> list[str]:
@@ -125,17 +148,26 @@ def _fish() -> str:
     lines = []
     for one in commands():
         seen = [f"__fish_seen_subcommand_from {word}" for word in one.path.split()]
-        kinds = {"": "__fish_use_subcommand", "federate": "not __fish_seen_subcommand_from keys server client"}
+        kinds = {
+            "": "__fish_use_subcommand",
+            "federate": "not __fish_seen_subcommand_from keys server client",
+        }
         when = "; and ".join([*seen, *([kinds[one.path]] if one.path in kinds else [])])
         start = f"complete -c fedx-pl -n '{when}'"
         if one.path:
             above, _, name = one.path.rpartition(" ")
-            where = f"__fish_seen_subcommand_from {above}; and {kinds[above]}" if above else kinds[""]
+            where = (
+                f"__fish_seen_subcommand_from {above}; and {kinds[above]}" if above else kinds[""]
+            )
             lines.append(f"complete -c fedx-pl -f -n '{where}' -a {name} -d {_quoted(one.help)}")
         for flag, text in one.options.items():
             kind = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
             lines.append(f"{start} {kind}{' -r' if flag in one.valued else ''} -d {_quoted(text)}")
-        if one.path and one.path not in kinds and (words := [w for w in one.words if not w.endswith((".", "="))]):
+        if (
+            one.path
+            and one.path not in kinds
+            and (words := [w for w in one.words if not w.endswith((".", "="))])
+        ):
             lines.append(f"{start} -a '{' '.join(words)}'")
     some = " ".join(dict.fromkeys(path.split()[-1] for path in SECTIONS))
     start = f"complete -c fedx-pl -n '__fish_seen_subcommand_from {some}'"
@@ -154,14 +186,18 @@ def _filled(template: str, expected: str, array: str) -> str:
     """
     cases = []
     for one in sorted(commands(), key=lambda one: -len(one.path.split())):  # The longest first.
-        begins = f"{one.path} " if one.path else ""  # The words after ``fedx-pl``, each followed by a blank.
+        begins = (
+            f"{one.path} " if one.path else ""
+        )  # The words after ``fedx-pl``, each followed by a blank.
         lists = {expected: one.words, "options": one.options, "valued": one.valued}
         numbers = {"files": one.files, "skip": len(one.path.split()) + 1}
         parts = [f"{name}={array.format(' '.join(words))}" for name, words in lists.items()]
         parts += [f"{name}={number}" for name, number in numbers.items()]
         cases.append(f'        "{begins}"*) {"; ".join(parts)} ;;\n')
     known = "\n".join(f"{key}=" for key in keys())
-    return Template(template).substitute(keys=known, values="\n".join(values()), cases="".join(cases))
+    return Template(template).substitute(
+        keys=known, values="\n".join(values()), cases="".join(cases)
+    )
 
 
 def _quoted(text: str) -> str:

@@ -37,12 +37,17 @@ def decoded_copies(overrides: Sequence[str]) -> Iterator[str]:
         overrides: what was typed; ``data.cache=FOLDER`` keeps copies there.
     """
     if other := [word for word in overrides if not word.startswith("data.cache=")]:
-        raise UserError(f"{other[0]!r} is not for this command; it takes data.cache=FOLDER, to keep decoded copies")
+        raise UserError(
+            f"{other[0]!r} is not for this command; it takes data.cache=FOLDER, to keep decoded copies"
+        )
     typed = overrides[-1].partition("=")[2] if overrides else NO_CACHE
     if typed not in ("", NO_CACHE):
         print(for_terminal(f"decoded copies of the images are kept in {typed}"), file=sys.stderr)
         yield typed
         return
     with tempfile.TemporaryDirectory(prefix="fedx-pl-images-") as folder:
-        print(f"decoded copies of the images: {folder}, deleted at the end (data.cache=FOLDER keeps)", file=sys.stderr)
+        print(
+            f"decoded copies of the images: {folder}, deleted at the end (data.cache=FOLDER keeps)",
+            file=sys.stderr,
+        )
         yield folder

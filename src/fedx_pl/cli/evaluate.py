@@ -37,14 +37,24 @@ from fedx_pl.files import sealed, write_atomically
 from fedx_pl.provenance import foreign_code
 from fedx_pl.trainer import FederatedTrainer
 
-CHANGEABLE = ("evaluation.*", "run.device", "run.threads", "data.root", "data.cache", "data.download", "fedca.base")
+CHANGEABLE = (
+    "evaluation.*",
+    "run.device",
+    "run.threads",
+    "data.root",
+    "data.cache",
+    "data.download",
+    "fedca.base",
+)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures a finished run again, or in other ways."""
     kinds = [word for word in options.overrides if "=" not in word] or ["linear"]
     allow_code = "allow_code=true" in options.overrides
-    overrides = [word for word in options.overrides if "=" in word and not word.startswith("allow_code=")]
+    overrides = [
+        word for word in options.overrides if "=" in word and not word.startswith("allow_code=")
+    ]
     console = progress.make_console()
     with progress.grouped_warnings(console), progress.steps(console, "evaluating") as tick:
         found = evaluate_run(
@@ -116,7 +126,9 @@ def evaluate_run(
     suffix = "" if round_number is None else f"_round_{round_number:05d}"
     labeled = [kind for kind, evaluation in evaluations.items() if evaluation.needs_labels]
     if labeled and not trainer.evaluator.possible:
-        raise UserError(f"{folder} has no labels to measure {labeled[0]} with; type fedx-pl evaluate {folder} geometry")
+        raise UserError(
+            f"{folder} has no labels to measure {labeled[0]} with; type fedx-pl evaluate {folder} geometry"
+        )
     found = {}
     for kind, evaluation in evaluations.items():
         trainer.model.load_shared(trainer.global_state.weights)
@@ -134,7 +146,9 @@ def evaluate_run(
 
 def _read(folder: Path, allow_code: bool) -> Config:
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} is not a run folder: it has no config.yaml; type fedx-pl evaluate runs/NAME")
+        raise UserError(
+            f"{folder} is not a run folder: it has no config.yaml; type fedx-pl evaluate runs/NAME"
+        )
     config = load(folder / "config.yaml", trusted=["*"] if allow_code else [])
     # Who sent the run does not choose where things are written: only what is there already is read from there.
     config = _replaced(_replaced(config, "data.cache", ""), "data.download", False)
@@ -152,8 +166,12 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
         value: Any = typed
         for part in key.split("."):
             value = getattr(value, part, None)
-        if not any(fnmatch(key, pattern) for pattern in CHANGEABLE) or dataclasses.is_dataclass(value):
-            raise UserError(f"{key} cannot be changed for a run that exists; only {', '.join(CHANGEABLE)} can")
+        if not any(fnmatch(key, pattern) for pattern in CHANGEABLE) or dataclasses.is_dataclass(
+            value
+        ):
+            raise UserError(
+                f"{key} cannot be changed for a run that exists; only {', '.join(CHANGEABLE)} can"
+            )
         config = _replaced(config, key, value)
     return config
 
@@ -161,14 +179,18 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
 def _replaced(options: Any, key: str, value: Any) -> Any:
     """A copy of nested frozen dataclasses with the value of a dotted key changed."""
     first, _, rest = key.partition(".")
-    return replace(options, **{first: _replaced(getattr(options, first), rest, value) if rest else value})
+    return replace(
+        options, **{first: _replaced(getattr(options, first), rest, value) if rest else value}
+    )
 
 
 def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) -> None:
     """Weights may be measured with code that was edited since, which is told; they are not trained with it."""
     before, code = foreign_code.read_record(folder), foreign_code.code_of(*brought(config))
     if before is None and code:
-        report(f"note: {folder} does not say which code trained it; it is measured with the code of today")
+        report(
+            f"note: {folder} does not say which code trained it; it is measured with the code of today"
+        )
     changed = foreign_code.differing(before.modules, code) if before else []
     if before and before.objects and train and config.profile == PYTHON:
         raise UserError(
@@ -184,19 +206,33 @@ def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) 
             f"geometry trains clients once more, and {files} changed since {folder} was trained; put the old code "
             f"back, or type fedx-pl evaluate {folder} linear knn semi, which only use its weights"
         )
-    report(f"note: {files} changed since {folder} was trained; its weights are measured with the code of today")
+    report(
+        f"note: {files} changed since {folder} was trained; its weights are measured with the code of today"
+    )
 
 
 def _open(
-    folder: Path, config: Config, report: Report, round_number: int | None, *, train: bool, data: ImageData | None
+    folder: Path,
+    config: Config,
+    report: Report,
+    round_number: int | None,
+    *,
+    train: bool,
+    data: ImageData | None,
 ) -> FederatedTrainer:
     """The run as a round left it; without ``train`` it is only looked at, and its loss is not needed."""
-    read_run(folder, round_number)  # Before images are fetched for a configuration that is not the run's.
+    read_run(
+        folder, round_number
+    )  # Before images are fetched for a configuration that is not the run's.
     # FedCA's base is not in the run folder, and has no part in the weights.
     config = config if train else _replaced(config, "fedca.enabled", False)
-    trainer = build(config, report, images=data, partition=_Split(folder=folder, loaded=data is None)).trainer
+    trainer = build(
+        config, report, images=data, partition=_Split(folder=folder, loaded=data is None)
+    ).trainer
     trainer.load_checkpoint(folder, round_number)
-    report(f"{config.name}: round {trainer.current_round} of {trainer.max_rounds}, on {trainer.device}")
+    report(
+        f"{config.name}: round {trainer.current_round} of {trainer.max_rounds}, on {trainer.device}"
+    )
     return trainer
 
 
@@ -211,10 +247,16 @@ class _Split(Partition):
         """Reads it from the run folder."""
         try:
             return split_file.load(
-                self.folder / "split.json", fingerprint=data.fingerprint, num_images=len(data.train.images)
+                self.folder / "split.json",
+                fingerprint=data.fingerprint,
+                num_images=len(data.train.images),
             )
-        except UserError as error:  # It speaks of `partition.file`, which the user did not give here.
-            instead = "type data.root=FOLDER with those images" if self.loaded else "give those as data"
+        except (
+            UserError
+        ) as error:  # It speaks of `partition.file`, which the user did not give here.
+            instead = (
+                "type data.root=FOLDER with those images" if self.loaded else "give those as data"
+            )
             raise UserError(f"{self.folder} was trained on other images; {instead}") from error
 
 

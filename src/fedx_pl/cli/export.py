@@ -14,10 +14,16 @@ def run(options: argparse.Namespace) -> None:
 
     with progress.grouped_warnings(progress.make_console()):
         file, line = export(
-            options.run, options.to, options.out, round_number=options.round, allow_code=options.allow_code
+            options.run,
+            options.to,
+            options.out,
+            round_number=options.round,
+            allow_code=options.allow_code,
         )
     say(file)
     if value_range := value_range_of(options.run):
         low, high = map(number, value_range)
-        say(f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1")
+        say(
+            f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1"
+        )
     say(f"load it with: {line}")

@@ -10,7 +10,9 @@ def run(options: argparse.Namespace) -> None:
     try:
         from fedx_pl.cli import sites
     except ImportError as error:
-        raise UserError(f"a federation of sites needs Flower ({error}); type {install_hint('flower')}") from error
+        raise UserError(
+            f"a federation of sites needs Flower ({error}); type {install_hint('flower')}"
+        ) from error
     if options.kind == "server":
         options.host = options.host or ("127.0.0.1" if options.insecure else "0.0.0.0")
     getattr(sites, options.kind)(options)

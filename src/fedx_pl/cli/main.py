@@ -14,12 +14,18 @@ from importlib.metadata import PackageNotFoundError, version
 from fedx_pl import __version__
 from fedx_pl.cli.parser import EXIT_USER_ERROR, make_parser
 from fedx_pl.cli.stopping import Stopped
-from fedx_pl.errors import MAX_SHOWN, UserError, did_you_mean, for_terminal, has_controls, printable, short
+from fedx_pl.errors import (
+    MAX_SHOWN,
+    UserError,
+    did_you_mean,
+    for_terminal,
+    has_controls,
+    printable,
+    short,
+)
 
 EXIT_INTERRUPTED = 130
-SMALLER = (
-    "optim.batch_size, backbone.width, method.hidden_dim, data.image_size, augment.size, augment.pad and data.limit"
-)
+SMALLER = "optim.batch_size, backbone.width, method.hidden_dim, data.image_size, augment.size, augment.pad and data.limit"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(arguments)
     if unprintable := next((word for word in arguments if has_controls(word)), ""):
-        parser.error(f"{short(repr(unprintable))} holds a character that cannot be printed; type it without")
-    options, more = parser.parse_known_args(arguments)  # Overrides may stand before and after flags.
+        parser.error(
+            f"{short(repr(unprintable))} holds a character that cannot be printed; type it without"
+        )
+    options, more = parser.parse_known_args(
+        arguments
+    )  # Overrides may stand before and after flags.
     if options.version:
         print(_versions())
         return 0
@@ -53,13 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug or not _lacks_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0][:MAX_SHOWN]
-        print(f"error: not enough memory ({reason or 'Python'}); {SMALLER} need less if smaller", file=sys.stderr)
+        print(
+            f"error: not enough memory ({reason or 'Python'}); {SMALLER} need less if smaller",
+            file=sys.stderr,
+        )
         return EXIT_USER_ERROR
     except OSError as error:
         if options.debug:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "free some space, then run the same command to go on" if full else "--debug shows where"
+        advice = (
+            "free some space, then run the same command to go on" if full else "--debug shows where"
+        )
         print(f"error: {printable(str(error))}; {advice}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -72,7 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lacks_memory(error: Exception) -> bool:
     """Whether an error is the system's or torch's word for memory that is not there, on the CPU or a GPU."""
-    words = ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu", "size calculation overflowed")
+    words = (
+        "out of memory",
+        "can't allocate memory",
+        "not enough memory",
+        "alloc_cpu",
+        "size calculation overflowed",
+    )
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 

@@ -15,7 +15,9 @@ def run(options: argparse.Namespace) -> None:
     encoder = load_encoder(options)
     with decoded_copies(options.overrides) as encoder.cache:
         found = neighbors.find(encoder, options.query, options.images, count=options.count)
-    neighbors.contact_sheet(options.out, options.query, options.images, found=found, value_range=encoder.value_range)
+    neighbors.contact_sheet(
+        options.out, options.query, options.images, found=found, value_range=encoder.value_range
+    )
     for path, like in found:
         say(f"{like:.3f}  {path}")
     say(f"pictures: {options.out}")

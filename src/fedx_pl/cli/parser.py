@@ -35,7 +35,9 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = did_you_mean(str(value), known) or f"; there are {', '.join(known)}"
-            raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{near}")
+            raise argparse.ArgumentError(
+                None, f"there is no {str(action.metavar).lower()} {value!r}{near}"
+            )
 
 
 def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -53,9 +55,13 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
   fedx-pl train data=folder data.root=IMAGES method=byol         images of yours
   fedx-pl train --help                                           all keys
   fedx-pl COMMAND --help                                         its options""",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=17),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=17
+        ),
     )
-    parser.add_argument("-V", "--version", action="store_true", help="of fedx-pl and what it stands on")
+    parser.add_argument(
+        "-V", "--version", action="store_true", help="of fedx-pl and what it stands on"
+    )
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="fedx-pl")
     for command in (
@@ -78,9 +84,15 @@ def _train_parser(commands: Any, arguments: Sequence[str]) -> argparse.ArgumentP
     )
     train.listing = partial(_all_keys, arguments)
     _add_overrides(train, "group=choice or key=value, see below")
-    train.add_argument("--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights")
-    train.add_argument("--dry-run", action="store_true", help="show the plan and its cost, train nothing")
-    train.add_argument("--yes", action="store_true", help="do not ask before a long run without a GPU")
+    train.add_argument(
+        "--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights"
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="show the plan and its cost, train nothing"
+    )
+    train.add_argument(
+        "--yes", action="store_true", help="do not ask before a long run without a GPU"
+    )
     train.set_defaults(command="train")
     return train
 
@@ -88,15 +100,21 @@ def _train_parser(commands: Any, arguments: Sequence[str]) -> argparse.ArgumentP
 def _all_keys(arguments: Sequence[str]) -> str:
     from fedx_pl.config.reference import key_reference
 
-    named = [word.partition("=")[2] for word in arguments if word.startswith(("method=", "method.name="))]
+    named = [
+        word.partition("=")[2] for word in arguments if word.startswith(("method=", "method.name="))
+    ]
     return key_reference(named[-1] if named else "")
 
 
 def _data_parser(commands: Any) -> argparse.ArgumentParser:
     data: _Parser = commands.add_parser(
-        "data", help="fetch a data set and describe it", usage="fedx-pl data [NAME] [data.key=value ...] [--debug]"
+        "data",
+        help="fetch a data set and describe it",
+        usage="fedx-pl data [NAME] [data.key=value ...] [--debug]",
     )
-    data.add_argument("name", metavar="NAME", nargs="?", help="of a data set; without it, all are listed")
+    data.add_argument(
+        "name", metavar="NAME", nargs="?", help="of a data set; without it, all are listed"
+    )
     _add_overrides(data, "data.root=FOLDER, data.download=false, ...")
     data.set_defaults(command="data")
     return data
@@ -133,12 +151,25 @@ def _sweep_parser(commands: Any) -> argparse.ArgumentParser:
     )
     _add_overrides(sweep, "names of experiments, profile=..., run.* and data.* keys")
     sweep.add_argument("--seeds", default="0", help="e.g. 0,1,2: a run for each")
-    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once; they share the CPU's threads")
+    sweep.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at once; they share the CPU's threads",
+    )
     sweep.add_argument("--only", action="append", default=[], help="AXIS=LABEL,LABEL: just these")
     _add_definitions(sweep)
-    sweep.add_argument("--results", type=Path, metavar="FOLDER", help="of result files; experiments/results/PROFILE")
+    sweep.add_argument(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="of result files; experiments/results/PROFILE",
+    )
     sweep.add_argument("--dry-run", action="store_true", help="list the runs, run nothing")
-    sweep.add_argument("--yes", action="store_true", help="do not ask before long runs without a GPU")
+    sweep.add_argument(
+        "--yes", action="store_true", help="do not ask before long runs without a GPU"
+    )
     sweep.set_defaults(command="sweep")
     return sweep
 
@@ -150,10 +181,16 @@ def _report_parser(commands: Any) -> argparse.ArgumentParser:
         usage="fedx-pl report [experiments/results/PROFILE] [--out FOLDER] [--debug]",
     )
     report.add_argument(
-        "results", type=Path, nargs="?", metavar="RESULTS", help="folder of result files; of this machine's profile"
+        "results",
+        type=Path,
+        nargs="?",
+        metavar="RESULTS",
+        help="folder of result files; of this machine's profile",
     )
     _add_definitions(report)
-    report.add_argument("--out", type=Path, metavar="FOLDER", help="of report.md, report.html and figures; RESULTS")
+    report.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="of report.md, report.html and figures; RESULTS"
+    )
     report.set_defaults(command="report", overrides=[])
     return report
 
@@ -169,12 +206,18 @@ def _add_definitions(command: argparse.ArgumentParser) -> None:
 
 def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     """What can be done with a trained encoder."""
-    export: _Parser = commands.add_parser("export", help="write a run's encoder for use without this package")
-    export.add_argument("--to", default="torch", metavar="FORMAT", help="torch | torchvision | safetensors | onnx")
+    export: _Parser = commands.add_parser(
+        "export", help="write a run's encoder for use without this package"
+    )
+    export.add_argument(
+        "--to", default="torch", metavar="FORMAT", help="torch | torchvision | safetensors | onnx"
+    )
     export.set_defaults(command="export")
     embed: _Parser = commands.add_parser("embed", help="features of a folder of images, as a table")
     embed.set_defaults(command="embed")
-    neighbours: _Parser = commands.add_parser("neighbours", help="the images most like one, as a page")
+    neighbours: _Parser = commands.add_parser(
+        "neighbours", help="the images most like one, as a page"
+    )
     neighbours.add_argument("--count", type=int, default=12, metavar="N", help="how many")
     neighbours.set_defaults(command="neighbours")
     for command in (export, embed, neighbours):
@@ -185,13 +228,24 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
             metavar="N",
             help="an older round that was kept, or the best on the test images",
         )
-        command.add_argument("--allow-code", action="store_true", help="let a method that brings its backbone make it")
+        command.add_argument(
+            "--allow-code",
+            action="store_true",
+            help="let a method that brings its backbone make it",
+        )
     export.set_defaults(overrides=[])
     neighbours.add_argument("query", type=Path, metavar="QUERY", help="an image")
     for command in (embed, neighbours):
-        command.add_argument("images", type=Path, metavar="IMAGES", help="a folder of images; it is only read")
-        _add_overrides(command, "data.cache=FOLDER keeps decoded copies there; else they are deleted at the end")
-    export.add_argument("-o", "--out", type=Path, metavar="FILE", help="RUN/encoder-FORMAT if not given")
+        command.add_argument(
+            "images", type=Path, metavar="IMAGES", help="a folder of images; it is only read"
+        )
+        _add_overrides(
+            command,
+            "data.cache=FOLDER keeps decoded copies there; else they are deleted at the end",
+        )
+    export.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="RUN/encoder-FORMAT if not given"
+    )
     embed.add_argument(
         "-o",
         "--out",
@@ -200,7 +254,9 @@ def _encoder_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         default=Path("embeddings.npz"),
         help="*.npz, or *.parquet, which needs the extra tables",
     )
-    neighbours.add_argument("-o", "--out", type=Path, metavar="FILE", default=Path("neighbours.html"), help="the page")
+    neighbours.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", default=Path("neighbours.html"), help="the page"
+    )
     return [export, embed, neighbours]
 
 
@@ -208,14 +264,23 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     """``fedx-pl federate keys | server | client``."""
     group = commands.add_parser("federate", help="a federation of real sites, over Flower")
     kinds = group.add_subparsers(required=True, metavar="KIND")
-    keys = kinds.add_parser("keys", help="make the CA, the coordinator's certificate and a key for each site")
+    keys = kinds.add_parser(
+        "keys", help="make the CA, the coordinator's certificate and a key for each site"
+    )
     keys.add_argument("--sites", default="", metavar="NAMES", help="e.g. hospital-a,hospital-b")
     keys.add_argument(
-        "--revoke", default="", metavar="NAMES", help="take the keys of sites back; --sites makes new ones"
+        "--revoke",
+        default="",
+        metavar="NAMES",
+        help="take the keys of sites back; --sites makes new ones",
     )
-    keys.add_argument("--host", default="", help="by which sites reach the coordinator; this machine's name")
+    keys.add_argument(
+        "--host", default="", help="by which sites reach the coordinator; this machine's name"
+    )
     keys.add_argument("--port", type=int, default=8000, help="of the coordinator")
-    keys.add_argument("--out", type=Path, default=Path("keys"), metavar="FOLDER", help="to put them in")
+    keys.add_argument(
+        "--out", type=Path, default=Path("keys"), metavar="FOLDER", help="to put them in"
+    )
     keys.set_defaults(command="federate", kind="make_keys", overrides=[])
     server = kinds.add_parser(
         "server",
@@ -223,17 +288,37 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         usage="fedx-pl federate server experiment=DATA-METHOD[-fedx] [key=value ...] --clients N [--keys keys/server]",
     )
     _add_overrides(server, "as for fedx-pl train")
-    server.add_argument("--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights")
-    server.add_argument("--clients", type=int, required=True, metavar="N", help="sites of the federation")
     server.add_argument(
-        "--keys", type=Path, default=Path("keys/server"), metavar="FOLDER", help="of fedx-pl federate keys"
+        "--fork", type=Path, metavar="RUN", help="a run folder: start a new run from its weights"
     )
-    server.add_argument("--host", default="", help="address to listen on; all, or this machine only if --insecure")
+    server.add_argument(
+        "--clients", type=int, required=True, metavar="N", help="sites of the federation"
+    )
+    server.add_argument(
+        "--keys",
+        type=Path,
+        default=Path("keys/server"),
+        metavar="FOLDER",
+        help="of fedx-pl federate keys",
+    )
+    server.add_argument(
+        "--host", default="", help="address to listen on; all, or this machine only if --insecure"
+    )
     server.add_argument("--port", type=int, default=8000, help="to listen on")
-    server.add_argument("--wait", type=float, default=600, help="seconds the first round waits for all sites")
-    server.add_argument("--timeout", type=float, default=86400, help="seconds a round waits for a site's answer")
-    server.add_argument("--no-encoder", action="store_true", help="leave no trained encoder with the sites at the end")
-    server.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
+    server.add_argument(
+        "--wait", type=float, default=600, help="seconds the first round waits for all sites"
+    )
+    server.add_argument(
+        "--timeout", type=float, default=86400, help="seconds a round waits for a site's answer"
+    )
+    server.add_argument(
+        "--no-encoder",
+        action="store_true",
+        help="leave no trained encoder with the sites at the end",
+    )
+    server.add_argument(
+        "--insecure", action="store_true", help="no TLS and no keys, within this machine"
+    )
     server.set_defaults(command="federate", kind="server")
     client = kinds.add_parser(
         "client",
@@ -242,15 +327,33 @@ def _federate_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     )
     _add_overrides(client, "run.*, data.*, privacy.* and site.* keys of this site")
     client.add_argument(
-        "--data", type=Path, required=True, metavar="IMAGES", help="folder of this site's images; it is only read"
+        "--data",
+        type=Path,
+        required=True,
+        metavar="IMAGES",
+        help="folder of this site's images; it is only read",
     )
-    client.add_argument("--server", default="", help="HOST:PORT of the coordinator; as in the site's keys")
-    client.add_argument("--keys", type=Path, default=Path("."), metavar="FOLDER", help="the one made for this site")
-    client.add_argument("--state", type=Path, metavar="FOLDER", help="for this site's private state; fedx-site-NAME")
-    client.add_argument("--name", default="", help="of this site, with --insecure; the name of its folder of images")
-    client.add_argument("--allow-code", action="store_true", help="let the coordinator name methods as module:Class")
-    client.add_argument("--stay", action="store_true", help="wait for the next federation when one has finished")
-    client.add_argument("--insecure", action="store_true", help="no TLS and no keys, within this machine")
+    client.add_argument(
+        "--server", default="", help="HOST:PORT of the coordinator; as in the site's keys"
+    )
+    client.add_argument(
+        "--keys", type=Path, default=Path("."), metavar="FOLDER", help="the one made for this site"
+    )
+    client.add_argument(
+        "--state", type=Path, metavar="FOLDER", help="for this site's private state; fedx-site-NAME"
+    )
+    client.add_argument(
+        "--name", default="", help="of this site, with --insecure; the name of its folder of images"
+    )
+    client.add_argument(
+        "--allow-code", action="store_true", help="let the coordinator name methods as module:Class"
+    )
+    client.add_argument(
+        "--stay", action="store_true", help="wait for the next federation when one has finished"
+    )
+    client.add_argument(
+        "--insecure", action="store_true", help="no TLS and no keys, within this machine"
+    )
     client.set_defaults(command="federate", kind="client")
     return [keys, server, client]
 

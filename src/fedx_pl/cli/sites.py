@@ -43,7 +43,8 @@ PATIENCE_SECONDS = 30.0
 def make_keys(options: argparse.Namespace) -> None:
     """Certificates and keys."""
     names, revoked = (
-        [word.strip() for word in words.split(",") if word.strip()] for words in (options.sites, options.revoke)
+        [word.strip() for word in words.split(",") if word.strip()]
+        for words in (options.sites, options.revoke)
     )
     if not names and not revoked:
         raise UserError("whose keys? Type --sites hospital-a,hospital-b, or --revoke hospital-a")
@@ -65,12 +66,20 @@ def server(options: argparse.Namespace) -> None:
 def _coordinate(options: argparse.Namespace) -> None:
     config = _server_config(options)
     require("--port", options.port, 0 < options.port < 2**16, instead="--port 8000")
-    require("--timeout", options.timeout, 0 < options.timeout < inf, instead="seconds, e.g. --timeout 3600")
+    require(
+        "--timeout",
+        options.timeout,
+        0 < options.timeout < inf,
+        instead="seconds, e.g. --timeout 3600",
+    )
     require("--wait", options.wait, 0 <= options.wait < inf, instead="seconds, e.g. --wait 600")
     console = progress.make_console()
     console.print(announcement(config, trains_here=False), soft_wrap=True)
     known = None if options.insecure else keys.load_server(options.keys)
-    if known is not None and len(known.sites.keys() | known.revoked.keys()) < config.federation.clients:
+    if (
+        known is not None
+        and len(known.sites.keys() | known.revoked.keys()) < config.federation.clients
+    ):
         raise UserError(
             f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
             f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
@@ -78,7 +87,9 @@ def _coordinate(options: argparse.Namespace) -> None:
 
     def make_engine(trainer: FederatedTrainer) -> FlowerEngine:
         link = Link(trainer.folder / "flower", options.host, options.port, keys=known)
-        trainer.note(f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}")
+        trainer.note(
+            f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}"
+        )
         images = trainer.datamodule.images
         try:
             _, side, _, channels = images.train.images.shape
@@ -101,11 +112,18 @@ def _coordinate(options: argparse.Namespace) -> None:
             engine.book.expect(sorted(known.sites))
             for name, when in met.items():
                 if trainer.unfinished.forget(engine.book.client_of(name), before=when):
-                    trainer.note(f"dropped the update of site {name} that came before its key was revoked")
+                    trainer.note(
+                        f"dropped the update of site {name} that came before its key was revoked"
+                    )
         return engine
 
     bar = progress.ProgressBar(console)
-    run = coordinator_run(config, lambda line: console.print(line, soft_wrap=True), callbacks=[bar], engine=make_engine)
+    run = coordinator_run(
+        config,
+        lambda line: console.print(line, soft_wrap=True),
+        callbacks=[bar],
+        engine=make_engine,
+    )
     summary(run.fit(), console)
 
 
@@ -119,7 +137,11 @@ def client(options: argparse.Namespace) -> None:
 
 
 def _take_part(options: argparse.Namespace) -> None:
-    own = [word for word in options.overrides if word.startswith(("run.", "data.", "privacy.", "site."))]
+    own = [
+        word
+        for word in options.overrides
+        if word.startswith(("run.", "data.", "privacy.", "site."))
+    ]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
             f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and site.* keys, e.g. "
@@ -145,14 +167,24 @@ def _take_part(options: argparse.Namespace) -> None:
     try:
         held = lock(state)
     except UserError:
-        raise UserError(f"this site runs already: another process uses --state {state}; end that one first") from None
+        raise UserError(
+            f"this site runs already: another process uses --state {state}; end that one first"
+        ) from None
     console = progress.make_console()
 
     def say(line: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
 
-    here = site.Site(known.name, state, [f"data.root={options.data}", *own], report=say, allow_code=options.allow_code)
-    say(f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}")
+    here = site.Site(
+        known.name,
+        state,
+        [f"data.root={options.data}", *own],
+        report=say,
+        allow_code=options.allow_code,
+    )
+    say(
+        f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}"
+    )
     fate = "deleted at the end; data.cache=FOLDER keeps them" if here.copies else "kept"
     say(f"decoded copies of its images: {here.own.data.cache}, {fate}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -176,8 +208,13 @@ def coordinator_run(config: Config, report: Callable[[str], None], **settings: A
         settings: further arguments of `build`.
     """
     images = None
-    if config.data.name == "folder" and config.data.root == configuration.compose(["data=folder"]).data.root:
-        report("no labelled images here (data.root, data.labels): sites report unsupervised measures")
+    if (
+        config.data.name == "folder"
+        and config.data.root == configuration.compose(["data=folder"]).data.root
+    ):
+        report(
+            "no labelled images here (data.root, data.labels): sites report unsupervised measures"
+        )
         side = sources.stored_side(config.data)
         nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
         images = ImageData(
@@ -199,12 +236,22 @@ def _server_config(options: argparse.Namespace) -> Config:
     if any(word.startswith("federation.clients=") for word in words):
         raise UserError("type --clients N instead of federation.clients=N")
     fork = [f"fork={options.fork}"] if options.fork else []
-    config = configuration.compose([*configuration.REAL_SITES, *words, *fork, f"federation.clients={options.clients}"])
+    config = configuration.compose(
+        [*configuration.REAL_SITES, *words, *fork, f"federation.clients={options.clients}"]
+    )
     if config.fedca.enabled:
-        raise UserError("fedca=true needs a base encoder on every site; it works in simulations only")
+        raise UserError(
+            "fedca=true needs a base encoder on every site; it works in simulations only"
+        )
     if config.engine.name != "serial":
-        raise UserError(f"engine={config.engine.name} is for fedx-pl train; sites train by themselves")
-    run = replace(config.run, root=str(Path(config.run.root) / "federations")) if not config.run.dir else config.run
+        raise UserError(
+            f"engine={config.engine.name} is for fedx-pl train; sites train by themselves"
+        )
+    run = (
+        replace(config.run, root=str(Path(config.run.root) / "federations"))
+        if not config.run.dir
+        else config.run
+    )
     return replace(config, run=run)
 
 
@@ -236,16 +283,22 @@ def _serve(
                     time.sleep(POLL_SECONDS)
                 elif incoming.content is None:
                     say(f"a message that cannot be read: {incoming.error}")
-                    node.answer(incoming, wire.Content({"site": here.name, "error": incoming.error}, {}))
+                    node.answer(
+                        incoming, wire.Content({"site": here.name, "error": incoming.error}, {})
+                    )
                 elif (found := here.answer(incoming.kind, incoming.content)) is not None:
                     node.answer(incoming, found)
         except Unreachable as error:
             if not silent and here.ended not in last:
-                say(f"the coordinator at {address} cannot be reached ({error}); trying again until it can")
+                say(
+                    f"the coordinator at {address} cannot be reached ({error}); trying again until it can"
+                )
             silent = True
         except Refused as error:
             if isinstance(error, WrongCertificate):
-                raise UserError(f"{address} is not the coordinator of this site's keys: {error}") from error
+                raise UserError(
+                    f"{address} is not the coordinator of this site's keys: {error}"
+                ) from error
             refused = refused or time.monotonic()
             if time.monotonic() > refused + PATIENCE_SECONDS:
                 raise UserError(
@@ -256,7 +309,9 @@ def _serve(
             if node is not None:
                 node.close(leave=True)
             raise
-        except BaseException as error:  # Whatever Flower, or native code below it, does with bytes that came.
+        except (
+            BaseException
+        ) as error:  # Whatever Flower, or native code below it, does with bytes that came.
             here.report_fault("failed; connecting again", error)
             silent = True
         if node is not None:
@@ -278,6 +333,10 @@ def _require_address(address: str, insecure: bool) -> None:
     host, colon, port = address.rpartition(":")
     known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) is not None
     if not (colon and known and port.isdecimal() and 0 < int(port) < 2**16):
-        raise UserError(f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000")
+        raise UserError(
+            f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000"
+        )
     if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise UserError(f"--insecure --server {address}: without TLS only within one machine; use --keys")
+        raise UserError(
+            f"--insecure --server {address}: without TLS only within one machine; use --keys"
+        )

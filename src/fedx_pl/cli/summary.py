@@ -44,7 +44,10 @@ def summary(trainer: FederatedTrainer, console: Console) -> None:
             ("untrained", trainer.untrained),
             *((str(row["round"]), row) for row in _measured(trainer.history)),
         ]:
-            table.add_row(name, *(_percent(row.get(key)) for key in ("knn_top1", "linear_top1", "linear_top5")))
+            table.add_row(
+                name,
+                *(_percent(row.get(key)) for key in ("knn_top1", "linear_top1", "linear_top5")),
+            )
         console.print(table)
         for key, name in (("linear_top1", "linear"), ("knn_top1", "kNN")):
             values = [row[key] for row in trainer.history if key in row]
@@ -53,11 +56,15 @@ def summary(trainer: FederatedTrainer, console: Console) -> None:
             best = f"best on the test images {max(values):.2f}"
             console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
     else:
-        console.print("no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard")
+        console.print(
+            "no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard"
+        )
     for alarm in trainer.alarms[-5:]:
         console.print(f"alarm: {alarm}", style="yellow", soft_wrap=True)
     if len(trainer.alarms) > 5:
-        console.print(f"alarm: {len(trainer.alarms) - 5} earlier ones are in TensorBoard", style="yellow")
+        console.print(
+            f"alarm: {len(trainer.alarms) - 5} earlier ones are in TensorBoard", style="yellow"
+        )
     console.print(f"time: {duration(trainer.seconds)}")
     console.print(f"run folder: {trainer.folder}", soft_wrap=True)
     for name, what in FILES.items():
@@ -72,7 +79,9 @@ def _next(trainer: FederatedTrainer) -> list[str]:
     """Commands that are worth typing now."""
     folder = shlex.quote(str(trainer.folder))
     labelled = any("knn_top1" in row for row in trainer.history)
-    use = f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
+    use = (
+        f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
+    )
     return [
         f"{_command('tensorboard')} --logdir {shlex.quote(str(trainer.folder.parent))} --samples_per_plugin images=100",
         f"{_command('fedx-pl')} {use}",

@@ -29,17 +29,24 @@ def run(options: argparse.Namespace) -> int:
         known = ", ".join(sorted(file.stem for file in definitions.glob("*.yaml")))
         raise UserError(f"which experiment? Type fedx-pl sweep NAME, one or more of {known}")
     words = [word for word in options.overrides if "=" in word]
-    profile = next((word.partition("=")[2] for word in words if word.startswith("profile=")), "auto")
+    profile = next(
+        (word.partition("=")[2] for word in words if word.startswith("profile=")), "auto"
+    )
     profile = resolve_profile(profile)
     more = places([word for word in words if not word.startswith("profile=")], options.jobs)
     experiments = [
-        load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml") for name in names
+        load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml")
+        for name in names
     ]
     seeds = parse_seeds(options.seeds)
-    jobs = plan_jobs(experiments, profile, seeds, more=more, only=parse_only(options.only, experiments))
+    jobs = plan_jobs(
+        experiments, profile, seeds, more=more, only=parse_only(options.only, experiments)
+    )
     if not jobs:
         files = ", ".join(f"{one.name}.yaml" for one in experiments)
-        raise UserError(f"profile {profile} has no such run; see profiles: in {files}, or type another --only")
+        raise UserError(
+            f"profile {profile} has no such run; see profiles: in {files}, or type another --only"
+        )
     results = options.results or results_folder(definitions, profile)
     console = progress.make_console()
     sweep = Sweep(jobs, results, options.jobs, console=console)
@@ -47,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
     console.print(
         f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
         f"already, {sweep.rounds_left():,} rounds to go, {options.jobs} at once"
-        + (f": about {progress.duration(seconds)}, by the rounds of earlier runs" if seconds else ""),
+        + (
+            f": about {progress.duration(seconds)}, by the rounds of earlier runs"
+            if seconds
+            else ""
+        ),
         soft_wrap=True,
     )
     if options.dry_run:
@@ -60,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
     for job in failed:
         see = f", see {job.log}" if job.log.exists() else ""
         console.print(f"failed: {job.name} ({job.title}){see}", soft_wrap=True)
-    console.print(f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True)
+    console.print(
+        f"results: {results}; tables and figures: fedx-pl report {results}", soft_wrap=True
+    )
     return 1 if failed else 0
 
 
@@ -79,7 +92,10 @@ def _confirm(sweep: Sweep, seconds: float | None, console: Console) -> None:
         return
     console.print("profile paper: made for a GPU, and there is none here.", soft_wrap=True)
     if seconds is None and (seconds := _measured_seconds(sweep, console)) is not None:
-        console.print(f"All runs take about {progress.duration(seconds)}, by a few steps of one.", soft_wrap=True)
+        console.print(
+            f"All runs take about {progress.duration(seconds)}, by a few steps of one.",
+            soft_wrap=True,
+        )
     confirm(seconds, "profile=mini for small runs")
 
 
@@ -97,6 +113,8 @@ def _measured_seconds(sweep: Sweep, console: Console) -> float | None:
             warnings.simplefilter("ignore")  # They will be in the run's log.
             run = build(config, lambda line: console.print(line, soft_wrap=True))
             per_round = run.trainer.estimate_seconds() / config.federation.rounds
-    except Exception:  # Methods of the user's fail in any way they like. The run will say why, and others go on.
+    except (
+        Exception
+    ):  # Methods of the user's fail in any way they like. The run will say why, and others go on.
         return None
     return per_round * sweep.rounds_left() / sweep.workers

@@ -11,7 +11,13 @@ from fedx_pl.cli.stopping import stopped_by_signals
 from fedx_pl.cli.summary import summary
 from fedx_pl.config.build import Run, build, lacks_gpu
 from fedx_pl.config.compose import compose
-from fedx_pl.config.describe import Expectation, announcement, clients_table, expectation, parameters_text
+from fedx_pl.config.describe import (
+    Expectation,
+    announcement,
+    clients_table,
+    expectation,
+    parameters_text,
+)
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.estimate import steps_between
 

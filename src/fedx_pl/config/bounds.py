@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from fedx_pl.errors import UserError, has_controls, readable, wrong_type
 
-MAX_NAME = 150  # bytes: with seed, hash and suffix it is the name of a file, for which systems have 255
+MAX_NAME = (
+    150  # bytes: with seed, hash and suffix it is the name of a file, for which systems have 255
+)
 _LONG = 2**63 - 1
 
 
@@ -41,7 +43,9 @@ _RANGES = {
 _OF_OTHERS = Range(-_LONG, _LONG)  # keys of a part that is not ours, which knows what they mean
 
 
-def require_sensible(values: Mapping[str, Any], usual: Mapping[str, Any], ours: Collection[str]) -> None:
+def require_sensible(
+    values: Mapping[str, Any], usual: Mapping[str, Any], ours: Collection[str]
+) -> None:
     """Raises a `UserError` that names the key, its value and what to type.
 
     Args:
@@ -56,9 +60,13 @@ def require_sensible(values: Mapping[str, Any], usual: Mapping[str, Any], ours: 
             if isinstance(item, list | dict):
                 raise UserError(wrong_type(key, value, usual.get(key)))
             if isinstance(item, str) and has_controls(item):
-                raise UserError(f"{key}={item!r} holds a character that cannot be printed; type it without")
+                raise UserError(
+                    f"{key}={item!r} holds a character that cannot be printed; type it without"
+                )
             if isinstance(item, str) and item.encode(errors="replace").decode() != item:
-                raise UserError(f"{key}={readable(item)} is not UTF-8, which TensorBoard cannot keep; rename it first")
+                raise UserError(
+                    f"{key}={readable(item)} is not UTF-8, which TensorBoard cannot keep; rename it first"
+                )
             if isinstance(item, int | float) and not isinstance(item, bool):
                 allowed = _RANGES.get(key, Range()) if key in ours else _OF_OTHERS
                 _require_within(key, item, allowed, usual.get(key))
@@ -70,7 +78,9 @@ def require_name(name: str) -> None:
     long = len(name.encode(errors="replace")) > MAX_NAME
     if long or any(mark in name for mark in "/\\") or name in (".", ".."):
         what = f"has more than {MAX_NAME} bytes" if long else "is not the name of one folder"
-        raise UserError(f"name={name[:MAX_NAME]} {what}; type letters, digits, dots and dashes, e.g. name=my-run")
+        raise UserError(
+            f"name={name[:MAX_NAME]} {what}; type letters, digits, dots and dashes, e.g. name=my-run"
+        )
 
 
 def _require_within(key: str, value: float, allowed: Range, usual: object) -> None:
@@ -78,6 +88,12 @@ def _require_within(key: str, value: float, allowed: Range, usual: object) -> No
         return
     number = isinstance(usual, int | float) and not math.isnan(usual)
     example = f", e.g. {key}={usual}" if number else ""
-    text = f"{value:.6g}" if isinstance(value, float) else f"{value}" if abs(value) < 10**30 else "a huge number"
+    text = (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else f"{value}"
+        if abs(value) < 10**30
+        else "a huge number"
+    )
     low, high = (end if math.isinf(end) else int(end) for end in allowed)
     raise UserError(f"{key}={text} is out of range; type a number from {low} to {high}{example}")

@@ -118,7 +118,10 @@ def require_possible(config: Config) -> None:
         for word in words:
             find(kind, word)
     method = find(METHOD, config.method.name)
-    if method.configure_optimizers is SSLMethod.configure_optimizers or config.regularizer.name == "none":
+    if (
+        method.configure_optimizers is SSLMethod.configure_optimizers
+        or config.regularizer.name == "none"
+    ):
         return
     try:
         model = make_model(config, channels=3, image_size=32)
@@ -130,13 +133,21 @@ def require_possible(config: Config) -> None:
 def brought(config: Config) -> list[Any]:
     """All classes and functions of a configuration that are not ours and decide its result."""
     deciding = {where: kind for where, kind in WORDS.items() if kind is not ENGINE}
-    words = [(kind, str(getattr(getattr(config, group), key))) for (group, key), kind in deciding.items()]
-    words += [(MIXIN, word) for word in config.mixins] + [(EVALUATION, word) for word in config.evaluation.also]
+    words = [
+        (kind, str(getattr(getattr(config, group), key))) for (group, key), kind in deciding.items()
+    ]
+    words += [(MIXIN, word) for word in config.mixins] + [
+        (EVALUATION, word) for word in config.evaluation.also
+    ]
     return [find(kind, word) for kind, word in words if is_foreign(kind, word)]
 
 
 def make_data(
-    config: Config, report: Report = say, *, images: ImageData | None = None, partition: Partition | None = None
+    config: Config,
+    report: Report = say,
+    *,
+    images: ImageData | None = None,
+    partition: Partition | None = None,
 ) -> FederatedDataModule:
     """The images of a configuration, not loaded yet, or those that are there already."""
     return FederatedDataModule(
@@ -197,7 +208,9 @@ def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Modul
         return backbones.build(options, channels=channels, image_size=image_size)
     network = make(BACKBONE, options.name, options, channels=channels, image_size=image_size)
     if not isinstance(network, nn.Module):
-        raise UserError(f"backbone.name={options.name} returns {network!r}, which is not a torch module")
+        raise UserError(
+            f"backbone.name={options.name} returns {network!r}, which is not a torch module"
+        )
     network.options, network.made_by = options, find(BACKBONE, options.name)  # type: ignore[assignment]
     return backbones.with_feature_dim(network, channels=channels, image_size=image_size)
 
@@ -205,7 +218,11 @@ def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Modul
 def make_loggers(config: Config) -> list[Logger | bool]:
     """Lightning's loggers of a configuration, in the run folder; True stands for our dashboard."""
     words = list(dict.fromkeys(config.logger))
-    others = [make(LOGGER, word, None, save_dir=config.run_folder) for word in words if word != TENSORBOARD]
+    others = [
+        make(LOGGER, word, None, save_dir=config.run_folder)
+        for word in words
+        if word != TENSORBOARD
+    ]
     return [*([True] if TENSORBOARD in words else []), *others]
 
 
@@ -230,7 +247,9 @@ def make_trainer(
         privacy=config.privacy,
         rule=find(RULE, config.aggregate.rule) if is_foreign(RULE, config.aggregate.rule) else None,
         evaluation=config.evaluation,
-        evaluations=[make(EVALUATION, word, None, config.evaluation) for word in config.evaluation.also],
+        evaluations=[
+            make(EVALUATION, word, None, config.evaluation) for word in config.evaluation.also
+        ],
         health=config.health,
         engine=engine or partial(make, ENGINE, config.engine.name, None, options=config.engine),
         callbacks=[*(make(CALLBACK, word, None) for word in config.callbacks), *callbacks],
@@ -260,7 +279,9 @@ def typed_identity(config: Config) -> Identity:
         hash=config.hash,
         text=config.to_yaml(),
         hparams=config.hparams(),
-        read=lambda file: flat(load(file, trusted=code_words(dataclasses.asdict(config))).content()),
+        read=lambda file: flat(
+            load(file, trusted=code_words(dataclasses.asdict(config))).content()
+        ),
         typed=True,
         names_folder=not config.run.dir,
     )
@@ -269,7 +290,9 @@ def typed_identity(config: Config) -> Identity:
 def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
     """A configuration that claims no data set for arrays, and the data with a fingerprint of their content."""
     _, side, _, channels = data.train.images.shape
-    usual = compose([f"data={config.data.name}"]).data if config.data.name != ARRAYS else DataOptions()
+    usual = (
+        compose([f"data={config.data.name}"]).data if config.data.name != ARRAYS else DataOptions()
+    )
     mean = config.data.mean if config.data.mean != usual.mean else []
     std = config.data.std if config.data.std != usual.std else []
     options = DataOptions(
@@ -279,11 +302,17 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
     name = config.name
     if name.startswith(f"{config.data.name}-"):  # Not one of the user's own.
         name = ARRAYS + name.removeprefix(config.data.name)
-    data = replace(data, name=ARRAYS, fingerprint=fingerprint_of(data.train, data.test), options=options)
+    data = replace(
+        data, name=ARRAYS, fingerprint=fingerprint_of(data.train, data.test), options=options
+    )
     return replace(config, name=name, data=options), data
 
 
 def lacks_gpu(config: Config) -> bool:
     """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
     elsewhere = config.engine.name == "ray" and bool(config.engine.address)
-    return config.profile == "paper" and not elsewhere and resolve_device(config.run.device).type == "cpu"
+    return (
+        config.profile == "paper"
+        and not elsewhere
+        and resolve_device(config.run.device).type == "cpu"
+    )

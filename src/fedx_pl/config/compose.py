@@ -49,7 +49,10 @@ _SHORT = {
     "on_collapse": "health.on_collapse",
     **{name: f"{name}.enabled" for name in _GROUPED},
 }  # fmt: skip
-_LONG = {"method.name": "method", "data.name": "data"}  # Choices all the same: they bring other keys with them.
+_LONG = {
+    "method.name": "method",
+    "data.name": "data",
+}  # Choices all the same: they bring other keys with them.
 
 
 def choices(group: str) -> list[str]:
@@ -74,10 +77,14 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     settings: list[tuple[str, str]] = []
     for override in overrides:
         if has_controls(override):
-            raise UserError(f"{override!r} holds a character that cannot be printed; type it without")
+            raise UserError(
+                f"{override!r} holds a character that cannot be printed; type it without"
+            )
         key, equals, value = override.partition("=")
         if not equals:
-            raise UserError(f"{override!r} is not an override; type key=value, e.g. federation.rounds=20")
+            raise UserError(
+                f"{override!r} is not an override; type key=value, e.g. federation.rounds=20"
+            )
         key = _LONG.get(key, key)
         if len(key) > MAX_KEY or key.count(".") > MAX_GROUPS:
             raise UserError(f"there is no key {short(key)}; `fedx-pl train --help` lists all")
@@ -98,12 +105,16 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             mean, std = STATISTICS.get(chosen["data"], ((), ()))
             known = {"name": chosen["data"], "mean": list(mean), "std": list(std)}
             schema = _merge(schema, {"data": known}, f"data={chosen['data']}")
-        schema = _merge(schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml")
+        schema = _merge(
+            schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml"
+        )
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
     # A preset first, so that a key of one's own wins wherever it stands.
     for key, value in settings:
         if key == "evaluation.linear.preset" and value in PRESETS:
-            schema = _merge(schema, _nested("evaluation.linear", dataclasses.asdict(PRESETS[value])), key)
+            schema = _merge(
+                schema, _nested("evaluation.linear", dataclasses.asdict(PRESETS[value])), key
+            )
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
     for name, mixin in _GROUPED.items():
@@ -151,7 +162,9 @@ def code_words(tree: Mapping[str, Any]) -> set[str]:
     words = [("method", parts.method), *(("mixins", word) for word in parts.mixins)]
     words += [(f"{group}.{key}", word) for group, key, word in parts.others]
     words += [("evaluation.also", word) for word in listed]
-    return {f"{key}={word}" for key, word in words if ":" in word and not word.startswith("fedx_pl.")}
+    return {
+        f"{key}={word}" for key, word in words if ":" in word and not word.startswith("fedx_pl.")
+    }
 
 
 def load(path: Path, trusted: Collection[str] = ()) -> Config:
@@ -172,10 +185,14 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
         tree.pop("engine", None)
     foreign = code_words(tree) if isinstance(tree, dict) else set()
     if "*" not in trusted and (unknown := sorted(foreign - set(trusted))):
-        raise UserError(f"{path} names code to be run, {unknown[0]}; if you trust it, add allow_code=true")
+        raise UserError(
+            f"{path} names code to be run, {unknown[0]}; if you trust it, add allow_code=true"
+        )
     if isinstance(tree, dict) and isinstance(evaluation := tree.get("evaluation"), dict):
         data = tree.get("data")
-        evaluation.setdefault("labels", former_labels(data.get("limit") if isinstance(data, dict) else 0))
+        evaluation.setdefault(
+            "labels", former_labels(data.get("limit") if isinstance(data, dict) else 0)
+        )
     return from_tree(tree, str(path))
 
 
@@ -201,12 +218,18 @@ def from_tree(tree: Any, source: str) -> Config:
 
 def _read_choice(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
-    if group == "data" and not path.exists():  # Then there is nothing more to say about these images.
+    if (
+        group == "data" and not path.exists()
+    ):  # Then there is nothing more to say about these images.
         return {}
     if choice not in choices(group):
         gpu = group == "profile" and choice in ("gpu", "cuda")
         names = [*choices(group), *(["auto"] if group == "profile" else [])]
-        instead = "; a GPU takes profile=paper (or auto)" if gpu else known_names(choice, names, f"{group}=")
+        instead = (
+            "; a GPU takes profile=paper (or auto)"
+            if gpu
+            else known_names(choice, names, f"{group}=")
+        )
         raise UserError(f"{group}={choice} is not known{instead}")
     return read_yaml(path) or {}
 
@@ -247,16 +270,24 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
         known = _all_keys(schema)
         if key not in known:
             guess = did_you_mean(key, known) or ";"
-            raise UserError(f"{where}: there is no key {key}{guess} `fedx-pl train --help` lists all") from error
+            raise UserError(
+                f"{where}: there is no key {key}{guess} `fedx-pl train --help` lists all"
+            ) from error
         try:
             usual = OmegaConf.select(schema, key)
-        except OmegaConfBaseException:  # What was typed before for the same key cannot be read either.
+        except (
+            OmegaConfBaseException
+        ):  # What was typed before for the same key cannot be read either.
             raise UserError(f"wrong value for {where}") from error
         usual = OmegaConf.to_container(usual) if OmegaConf.is_config(usual) else usual
         if where.startswith(f"{key}="):
             raise UserError(wrong_type(key, where.partition("=")[2], usual)) from error
         parts = key.split(".")
-        given = reduce(lambda tree, part: tree.get(part, tree) if isinstance(tree, dict) else tree, parts, content)
+        given = reduce(
+            lambda tree, part: tree.get(part, tree) if isinstance(tree, dict) else tree,
+            parts,
+            content,
+        )
         raise UserError(f"{where}: {wrong_type(key, given, usual)}") from error
 
 
@@ -264,11 +295,19 @@ def _refuse_references(schema: DictConfig, content: Mapping[str, Any], prefix: s
     """Refuses what OmegaConf would not look at: ``${`` where no text belongs, and ``???``, its word for nothing."""
     for name, value in content.items():
         node = schema._get_node(name) if name in schema.keys() else None  # noqa: SIM118 (a config resolves what it looks up)
-        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        texts = [
+            item
+            for item in (value if isinstance(value, list) else [value])
+            if isinstance(item, str)
+        ]
         if isinstance(value, dict) and isinstance(node, DictConfig):
             _refuse_references(node, value, f"{prefix}{name}.")
         elif "???" in texts or (any("${" in text for text in texts) and not _takes_text(node)):
-            usual = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node and node._value()
+            usual = (
+                OmegaConf.to_container(node)
+                if OmegaConf.is_config(node)
+                else node and node._value()
+            )
             given = str(value).replace("\\${", "${")
             raise UserError(wrong_type(f"{prefix}{name}", given, usual))
 
@@ -291,7 +330,11 @@ def _all_keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _default_name(schema: DictConfig) -> str:
-    words = [schema.data.name, schema.method.name, *(name for name in reversed(_GROUPED) if schema[name].enabled)]
+    words = [
+        schema.data.name,
+        schema.method.name,
+        *(name for name in reversed(_GROUPED) if schema[name].enabled),
+    ]
     words += [*schema.mixins, schema.regularizer.name, schema.aggregate.rule, schema.profile]
     short = [str(word).rpartition(":")[2].lower() for word in words if word not in ("none", "mean")]
     return "-".join(short)

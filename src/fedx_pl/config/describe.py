@@ -26,22 +26,31 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
         trains_here: whether this machine trains; the coordinator of real sites needs no GPU.
     """
     federation = config.federation
-    backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""  # Others may bring one.
+    backbone = (
+        f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""
+    )  # Others may bring one.
     lines = []
     no_gpu = not torch.cuda.is_available()
     if config.profile == "cpu":
         why = " (no GPU here)" if no_gpu else ""
-        lines.append(f"profile cpu{why}: a thin network, a subset of the images, few rounds: a quick look.")
+        lines.append(
+            f"profile cpu{why}: a thin network, a subset of the images, few rounds: a quick look."
+        )
         lines.append("The paper's full setting needs a GPU: PROFILE=paper (make), profile=paper.")
     elif config.profile == "paper" and no_gpu and trains_here:
-        lines.append("profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks.")
+        lines.append(
+            "profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks."
+        )
     lines.append(
         f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
         f"{backbone}seed {config.seed}"
     )
     if not trains_here:
         rule, share = config.aggregate.rule, config.aggregate.max_share
-        known = {"mean": "a site that lies may ruin the model", "clip": "updates are clipped to the usual length"}
+        known = {
+            "mean": "a site that lies may ruin the model",
+            "clip": "updates are clipped to the usual length",
+        }
         lines.append(
             f"aggregate={rule}{f' ({known[rule]})' if rule in known else ''}, aggregate.max_share={share:g} (no site "
             f"counts for more than {share:.0%} of a round's images)"
@@ -54,10 +63,16 @@ def expectation(run: Run, seconds: float) -> str:
     trainer, config = run.trainer, run.config
     cuda = trainer.device.type == "cuda"
     threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name(trainer.device) if cuda else f"{threads} CPU thread{'s' * (threads > 1)}"
+    where = (
+        torch.cuda.get_device_name(trainer.device)
+        if cuda
+        else f"{threads} CPU thread{'s' * (threads > 1)}"
+    )
     backbone = ""
     if config.method.name not in BUILT_IN:
-        backbone = f"{own_backbone(trainer.description, run.model, run.data) or config.backbone.name}, "
+        backbone = (
+            f"{own_backbone(trainer.description, run.model, run.data) or config.backbone.name}, "
+        )
     precision = resolve_precision(trainer.precision, trainer.device)
     images = len(run.data.images.train.images)
     line = f"{backbone}{images:,} images, {precision} on {where}: about {duration(seconds)}"
@@ -94,9 +109,20 @@ def clients_table(run: Run) -> Table:
     shown = list(range(len(run.data.clients)))
     for client in shown if len(shown) <= 20 else [*shown[:10], *shown[-10:]]:
         data = run.trainer.client_data(client, round_number=1)
-        classes = str(int((counts[client] > 0).sum())) if run.data.images.train.labels is not None else "-"
+        classes = (
+            str(int((counts[client] > 0).sum()))
+            if run.data.images.train.labels is not None
+            else "-"
+        )
         relation = str(min(data.relation_size, data.num_images)) if data.relation_size else "-"
-        row = (client, f"{data.num_images:,}", classes, data.views_size, relation, f"{steps_of(run.trainer, client):,}")
+        row = (
+            client,
+            f"{data.num_images:,}",
+            classes,
+            data.views_size,
+            relation,
+            f"{steps_of(run.trainer, client):,}",
+        )
         table.add_row(*map(str, row))
     if len(shown) > 20:
         table.caption = f"{len(shown) - 20} clients in between are not shown"

@@ -59,13 +59,25 @@ RULE = Kind(key="aggregate", group="rules", built_in=RULES, base=Aggregator)
 REGULARIZER = Kind(key="regularizer", group="regularizers", built_in=REGULARIZERS, base=Regularizer)
 ENGINE = Kind(key="engine", group="engines", built_in=ENGINES, base=Engine)
 EVALUATION = Kind(
-    key="evaluate", group="evaluations", built_in=EVALUATIONS, base=Evaluation, form="fedx-pl {key} RUN {word}"
+    key="evaluate",
+    group="evaluations",
+    built_in=EVALUATIONS,
+    base=Evaluation,
+    form="fedx-pl {key} RUN {word}",
 )
 LOGGER = Kind(
-    key="logger", group="loggers", built_in={"tensorboard": Dashboard, "csv": CSVLogger}, base=Logger, form=_LIST
+    key="logger",
+    group="loggers",
+    built_in={"tensorboard": Dashboard, "csv": CSVLogger},
+    base=Logger,
+    form=_LIST,
 )
 CALLBACK = Kind(
-    key="callbacks", group="callbacks", built_in={"early_stopping": EarlyStopping}, base=RoundCallback, form=_LIST
+    key="callbacks",
+    group="callbacks",
+    built_in={"early_stopping": EarlyStopping},
+    base=RoundCallback,
+    form=_LIST,
 )
 KINDS = (
     METHOD, MIXIN, BACKBONE, DATA, PARTITION, RULE, REGULARIZER, ENGINE, EVALUATION, LOGGER, CALLBACK,
@@ -128,7 +140,11 @@ def own_settings(thing: Any, known: type) -> dict[str, Any]:
     """
     usual = {field.name for field in dataclasses.fields(known)}
     parameters = inspect.signature(thing).parameters.values()
-    plain = [parameter for parameter in parameters if isinstance(parameter.default, bool | int | float | str)]
+    plain = [
+        parameter
+        for parameter in parameters
+        if isinstance(parameter.default, bool | int | float | str)
+    ]
     return {parameter.name: parameter.default for parameter in plain if parameter.name not in usual}
 
 
@@ -148,7 +164,11 @@ def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) ->
     thing = find(kind, word)
     parameters = inspect.signature(thing).parameters
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    taken = {name: getattr(options, name) for name in parameters if hasattr(options, name) and name not in given}
+    taken = {
+        name: getattr(options, name)
+        for name in parameters
+        if hasattr(options, name) and name not in given
+    }
     taken |= {name: value for name, value in given.items() if everything or name in parameters}
     missing = _without_default(parameters.values(), len(args), taken)
     if missing:
@@ -173,17 +193,25 @@ def making(typed: str) -> Iterator[None]:
         raise
     except Exception as error:  # Whatever a stranger's code does.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise UserError(f"{typed} cannot be made ({reason}); --debug shows where it fails") from error
+        raise UserError(
+            f"{typed} cannot be made ({reason}); --debug shows where it fails"
+        ) from error
 
 
-def _without_default(parameters: Iterable[inspect.Parameter], positional: int, taken: Mapping[str, Any]) -> list[str]:
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][positional:]
+def _without_default(
+    parameters: Iterable[inspect.Parameter], positional: int, taken: Mapping[str, Any]
+) -> list[str]:
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][
+        positional:
+    ]
     return [one.name for one in named if one.default is one.empty and one.name not in taken]
 
 
 def _import(kind: Kind, path: str) -> object:
     module_name, _, name = path.partition(":")
-    if "" not in sys.path:  # A console script does not look in the folder it is started from; `python -m` does.
+    if (
+        "" not in sys.path
+    ):  # A console script does not look in the folder it is started from; `python -m` does.
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
@@ -193,7 +221,9 @@ def _import(kind: Kind, path: str) -> object:
             f"{kind.key}={path}: cannot import {module_name} ({reason}); start where it can be found"
         ) from error
     if not hasattr(module, name):
-        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name]
+        own = [
+            v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name
+        ]
         base = kind.base or object
         classes = [v.__name__ for v in own if issubclass(v, base)]
         raise UserError(
@@ -208,8 +238,14 @@ def _checked(kind: Kind, word: str, found: object) -> Any:
             raise UserError(f"{kind.typed(word)} is {found!r}, which is not a function")
         return found
     if not (isinstance(found, type) and issubclass(found, kind.base)):
-        home = "fedx_pl" if kind.base in (SSLMethod, RoundCallback, Partition) else kind.base.__module__
-        raise UserError(f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{kind.base.__name__}")
+        home = (
+            "fedx_pl"
+            if kind.base in (SSLMethod, RoundCallback, Partition)
+            else kind.base.__module__
+        )
+        raise UserError(
+            f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{kind.base.__name__}"
+        )
     if kind is METHOD and found.loss is SSLMethod.loss:  # type: ignore[attr-defined]
         raise UserError(f"method={word} has no loss of its own; write def loss(self, batch, z)")
     return found

@@ -56,24 +56,43 @@ class FederationOptions:
     clients: int = field(default=10, metadata={"help": "N, how many clients own the images"})
     rounds: int = field(default=100, metadata={"help": "R, communication rounds"})
     epochs: int = field(default=10, metadata={"help": "E, local epochs per round"})
-    fraction: float = field(default=1.0, metadata={"help": "share of the clients that train in a round"})
+    fraction: float = field(
+        default=1.0, metadata={"help": "share of the clients that train in a round"}
+    )
     min_clients: int = field(default=1, metadata={"help": "good updates a round needs"})
     batchnorm: str = field(
-        default="average", metadata={"help": "average: statistics too | local: each client keeps its own"}
+        default="average",
+        metadata={"help": "average: statistics too | local: each client keeps its own"},
     )
 
     def __post_init__(self) -> None:
         for name in ("clients", "rounds", "epochs", "min_clients"):
             require(
-                f"federation.{name}", value := getattr(self, name), value >= 1, instead=f"federation.{name}=1 or more"
+                f"federation.{name}",
+                value := getattr(self, name),
+                value >= 1,
+                instead=f"federation.{name}=1 or more",
             )
-        require("federation.fraction", self.fraction, 0 < self.fraction <= 1, instead="a share in (0, 1], e.g. 0.5")
+        require(
+            "federation.fraction",
+            self.fraction,
+            0 < self.fraction <= 1,
+            instead="a share in (0, 1], e.g. 0.5",
+        )
         possible = self.min_clients <= self.clients
         require(
-            "federation.min_clients", self.min_clients, possible, instead=f"at most federation.clients={self.clients}"
+            "federation.min_clients",
+            self.min_clients,
+            possible,
+            instead=f"at most federation.clients={self.clients}",
         )
         known = self.batchnorm in ("average", "local")
-        require("federation.batchnorm", self.batchnorm, known, instead="federation.batchnorm=average or local")
+        require(
+            "federation.batchnorm",
+            self.batchnorm,
+            known,
+            instead="federation.batchnorm=average or local",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,40 +100,77 @@ class RunOptions:
     """Where and how a run happens; nothing here changes what is computed (`compile`: but for rounding)."""
 
     root: str = field(default="runs", metadata={"help": "folder of all runs"})
-    dir: str = field(default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"})
+    dir: str = field(
+        default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"}
+    )
     resume: str = field(
-        default="auto", metadata={"help": "auto: go on where this run stopped | never: the folder must be new"}
+        default="auto",
+        metadata={"help": "auto: go on where this run stopped | never: the folder must be new"},
     )
     device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | cuda:1 ..."})
     threads: int = field(default=0, metadata={"help": "CPU threads; 0 = torch's choice"})
     compile: bool = field(
-        default=False, metadata={"help": "torch.compile the networks: for long runs on a GPU; needs a C++ compiler"}
+        default=False,
+        metadata={
+            "help": "torch.compile the networks: for long runs on a GPU; needs a C++ compiler"
+        },
     )
     keep: int = field(default=2, metadata={"help": "checkpoints kept"})
-    resident_gb: float = field(default=4.0, metadata={"help": "images up to this size stay on the training device"})
-    client_curves: int = field(default=10, metadata={"help": "clients with curves of their own in TensorBoard"})
+    resident_gb: float = field(
+        default=4.0, metadata={"help": "images up to this size stay on the training device"}
+    )
+    client_curves: int = field(
+        default=10, metadata={"help": "clients with curves of their own in TensorBoard"}
+    )
 
     def __post_init__(self) -> None:
-        require("run.resume", self.resume, self.resume in ("auto", "never"), instead="run.resume=auto or never")
+        require(
+            "run.resume",
+            self.resume,
+            self.resume in ("auto", "never"),
+            instead="run.resume=auto or never",
+        )
         known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         require("run.device", self.device, known, instead="run.device=auto, cpu, cuda or cuda:1")
-        require("run.threads", self.threads, self.threads >= 0, instead="run.threads=0 for torch's choice")
+        require(
+            "run.threads",
+            self.threads,
+            self.threads >= 0,
+            instead="run.threads=0 for torch's choice",
+        )
         require("run.keep", self.keep, self.keep >= 1, instead="run.keep=1 or more")
-        require("run.resident_gb", self.resident_gb, self.resident_gb >= 0, instead="run.resident_gb=0 or more")
-        require("run.client_curves", self.client_curves, self.client_curves >= 0, instead="run.client_curves=0 or more")
+        require(
+            "run.resident_gb",
+            self.resident_gb,
+            self.resident_gb >= 0,
+            instead="run.resident_gb=0 or more",
+        )
+        require(
+            "run.client_curves",
+            self.client_curves,
+            self.client_curves >= 0,
+            instead="run.client_curves=0 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteOptions:
     """What a coordinator may ask of a site; keys of `fedx-pl federate client`."""
 
-    max_side: int = field(default=4096, metadata={"help": "federate client: pixels on a side of an image"})
-    max_cache_gb: float = field(default=1000.0, metadata={"help": "federate client: size of decoded images"})
+    max_side: int = field(
+        default=4096, metadata={"help": "federate client: pixels on a side of an image"}
+    )
+    max_cache_gb: float = field(
+        default=1000.0, metadata={"help": "federate client: size of decoded images"}
+    )
     max_memory_gb: float = field(
-        default=0.0, metadata={"help": "federate client: of training, by an estimate; 0: what the device has"}
+        default=0.0,
+        metadata={"help": "federate client: of training, by an estimate; 0: what the device has"},
     )
     max_epochs: int = field(default=1000, metadata={"help": "federate client: epochs in a round"})
-    max_seconds: float = field(default=604800.0, metadata={"help": "federate client: of training in a round"})
+    max_seconds: float = field(
+        default=604800.0, metadata={"help": "federate client: of training in a round"}
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -134,11 +190,18 @@ class PartitionOptions:
         },
     )
     beta: float = field(
-        default=0.5, metadata={"help": "kind=dirichlet, quantity: concentration; smaller is more skewed"}
+        default=0.5,
+        metadata={"help": "kind=dirichlet, quantity: concentration; smaller is more skewed"},
     )
-    classes: int = field(default=2, metadata={"help": "kind=classes: how many classes each client holds"})
-    min_size: int = field(default=10, metadata={"help": "kind=dirichlet, quantity: fewest images of a client"})
-    file: str = field(default="", metadata={"help": "use this split.json of an earlier run instead"})
+    classes: int = field(
+        default=2, metadata={"help": "kind=classes: how many classes each client holds"}
+    )
+    min_size: int = field(
+        default=10, metadata={"help": "kind=dirichlet, quantity: fewest images of a client"}
+    )
+    file: str = field(
+        default="", metadata={"help": "use this split.json of an earlier run instead"}
+    )
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -156,7 +219,8 @@ class EvaluationKeys(EvaluationOptions):
     """How often and how the encoder is measured."""
 
     also: list[str] = field(
-        default_factory=list, metadata={"help": "evaluations of your own, when kNN is due: [package.module:Class]"}
+        default_factory=list,
+        metadata={"help": "evaluations of your own, when kNN is due: [package.module:Class]"},
     )
 
 
@@ -164,8 +228,12 @@ class EvaluationKeys(EvaluationOptions):
 class RegularizerOptions:
     """Which one; plain FedAvg has none."""
 
-    name: str = field(default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"})
-    mu: float = field(default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"})
+    name: str = field(
+        default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"}
+    )
+    mu: float = field(
+        default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"}
+    )
 
     def __post_init__(self) -> None:
         require("regularizer.mu", self.mu, self.mu >= 0, instead="regularizer.mu=0.01")
@@ -187,9 +255,13 @@ class MethodOptions:
 class Config:
     """A whole run."""
 
-    name: str = field(default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"})
+    name: str = field(
+        default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"}
+    )
     seed: int = field(default=0, metadata={"help": "all randomness derives from it"})
-    fork: str = field(default="", metadata={"help": "a run folder: start from its weights (short: --fork RUN)"})
+    fork: str = field(
+        default="", metadata={"help": "a run folder: start from its weights (short: --fork RUN)"}
+    )
     profile: str = field(default="paper", metadata={"help": "the choice made for this group"})
     recipe: str = field(default="paper", metadata={"help": "the choice made for this group"})
     data: DataOptions = field(default_factory=DataOptions)
@@ -211,13 +283,16 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     site: SiteOptions = field(default_factory=SiteOptions)
     callbacks: list[str] = field(
-        default_factory=list, metadata={"help": "round callbacks: [early_stopping], or your own [package.module:Class]"}
+        default_factory=list,
+        metadata={"help": "round callbacks: [early_stopping], or your own [package.module:Class]"},
     )
     logger: list[str] = field(
-        default_factory=lambda: [TENSORBOARD], metadata={"help": "[tensorboard,csv], or your own Lightning loggers"}
+        default_factory=lambda: [TENSORBOARD],
+        metadata={"help": "[tensorboard,csv], or your own Lightning loggers"},
     )
     mixins: list[str] = field(
-        default_factory=list, metadata={"help": "mixins of your own, the innermost first: [package.module:Class]"}
+        default_factory=list,
+        metadata={"help": "mixins of your own, the innermost first: [package.module:Class]"},
     )
 
     def __post_init__(self) -> None:
@@ -235,7 +310,9 @@ class Config:
     @property
     def method_options(self) -> dict[str, Any]:
         """Keyword arguments of the method."""
-        return {key: value for key, value in dataclasses.asdict(self.method).items() if key != "name"}
+        return {
+            key: value for key, value in dataclasses.asdict(self.method).items() if key != "name"
+        }
 
     @property
     def relation_size(self) -> int:
@@ -253,13 +330,21 @@ class Config:
         Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
         default does not show in it; those who go by the hash compare the whole `content` as well.
         """
-        return hashlib.sha256(json.dumps(self.non_defaults(), sort_keys=True).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(self.non_defaults(), sort_keys=True).encode()).hexdigest()[
+            :8
+        ]
 
     def non_defaults(self) -> dict[str, Any]:
         """What differs from the defaults, and the method's name, by dotted key."""
         usual, content = _usual(Parts.of(dataclasses.asdict(self))), flat(self.content())
-        if self.data.name in SOURCES and self.data.name not in RESIZED and self.profile in ("cpu", "mini"):
-            content["data.image_size"] = 64  # They once set it for all data sets: runs keep their names.
+        if (
+            self.data.name in SOURCES
+            and self.data.name not in RESIZED
+            and self.profile in ("cpu", "mini")
+        ):
+            content["data.image_size"] = (
+                64  # They once set it for all data sets: runs keep their names.
+            )
         return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
 
     def hparams(self) -> dict[str, float | str]:
@@ -320,7 +405,11 @@ class Parts:
             return str(part.get(key, "")) if isinstance(part, Mapping) else ""
 
         words = [(group, key, word(group, key)) for group, key in WORDS if group != "method"]
-        others = [(group, key, told) for group, key, told in words if told and is_foreign(WORDS[group, key], told)]
+        others = [
+            (group, key, told)
+            for group, key, told in words
+            if told and is_foreign(WORDS[group, key], told)
+        ]
         mixins = tree.get("mixins")
         listed = tuple(map(str, mixins)) if isinstance(mixins, list | tuple) else ()
         return cls(word("method", "name") or "simclr", listed, tuple(others))
@@ -344,7 +433,13 @@ def _prototype(parts: Parts) -> DictConfig:
     own: list[Any] = [("name", str, field(default=parts.method))]
     for key, (hint, default, _) in hyper_parameters(method_of(parts.method, parts.mixins)).items():
         many = isinstance(default, list | tuple)
-        own.append((key, hint, field(default_factory=partial(list, default)) if many else field(default=default)))
+        own.append(
+            (
+                key,
+                hint,
+                field(default_factory=partial(list, default)) if many else field(default=default),
+            )
+        )
     options = make_dataclass("MethodOptions", own, bases=(MethodOptions,), frozen=True)
     whole: list[Any] = [("method", options, field(default_factory=options))]
     groups = {item.name: item.default_factory for item in dataclasses.fields(Config)}
@@ -354,7 +449,9 @@ def _prototype(parts: Parts) -> DictConfig:
         extended = [(name, type(default), field(default=default)) for name, default in more.items()]
         kind = make_dataclass(base.__name__, extended, bases=(base,), frozen=True)
         whole.append((group, kind, field(default_factory=kind)))
-    return _unlocked(OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True)))
+    return _unlocked(
+        OmegaConf.structured(make_dataclass("Config", whole, bases=(Config,), frozen=True))
+    )
 
 
 @cache
@@ -368,11 +465,17 @@ def frozen(schema: DictConfig) -> Config:
     try:
         config = OmegaConf.to_object(schema)
     except OmegaConfBaseException as error:  # Some values are looked at only now.
-        raise UserError(f"wrong value for {error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"wrong value for {error.full_key}: {str(error).splitlines()[0]}"
+        ) from error
     assert isinstance(config, Config)
     values = dataclasses.asdict(config)
     usual, method = _defaults(Parts.of(values)), config.method.name
-    ours = _defaults(Parts(method)) if method in METHOD.built_in else flat(dataclasses.asdict(Config()))
+    ours = (
+        _defaults(Parts(method))
+        if method in METHOD.built_in
+        else flat(dataclasses.asdict(Config()))
+    )
     require_sensible(flat(values), usual, ours)
     return config
 

@@ -32,20 +32,36 @@ class AugmentOptions:
 
     crop: str = field(
         default="pad",
-        metadata={"help": "pad: reflect-pad and crop back; resized: random resized crop; none: no crop"},
+        metadata={
+            "help": "pad: reflect-pad and crop back; resized: random resized crop; none: no crop"
+        },
     )
     pad: int = field(default=4, metadata={"help": "crop=pad: pixels of reflection on each side"})
-    scale_min: float = field(default=0.2, metadata={"help": "crop=resized: smallest share of the image's area"})
-    size: int = field(default=0, metadata={"help": "output side in pixels; 0 keeps the stored size"})
+    scale_min: float = field(
+        default=0.2, metadata={"help": "crop=resized: smallest share of the image's area"}
+    )
+    size: int = field(
+        default=0, metadata={"help": "output side in pixels; 0 keeps the stored size"}
+    )
     flip: float = field(default=0.5, metadata={"help": "probability of a horizontal flip"})
     brightness: float = field(default=0.4, metadata={"help": "factor drawn from 1 ± this"})
     contrast: float = field(default=0.4, metadata={"help": "factor drawn from 1 ± this"})
-    saturation: float = field(default=0.4, metadata={"help": "factor drawn from 1 ± this; colour images only"})
-    hue: float = field(default=0.1, metadata={"help": "turns drawn from ± this, at most 0.5; colour images only"})
-    jitter_prob: float = field(default=1.0, metadata={"help": "probability of the four colour changes, as one"})
+    saturation: float = field(
+        default=0.4, metadata={"help": "factor drawn from 1 ± this; colour images only"}
+    )
+    hue: float = field(
+        default=0.1, metadata={"help": "turns drawn from ± this, at most 0.5; colour images only"}
+    )
+    jitter_prob: float = field(
+        default=1.0, metadata={"help": "probability of the four colour changes, as one"}
+    )
     grayscale: float = field(default=0.0, metadata={"help": "probability of dropping colour"})
-    blur: float = field(default=0.0, metadata={"help": "probability of a Gaussian blur, sigma 0.1 to 2"})
-    rotation: float = field(default=0.0, metadata={"help": "degrees, drawn from ± this; corners turn black"})
+    blur: float = field(
+        default=0.0, metadata={"help": "probability of a Gaussian blur, sigma 0.1 to 2"}
+    )
+    rotation: float = field(
+        default=0.0, metadata={"help": "degrees, drawn from ± this; corners turn black"}
+    )
 
     def for_side(self, side: int) -> "AugmentOptions":
         """The options for stored images of a side: none are made larger than they are."""
@@ -75,7 +91,9 @@ class AugmentOptions:
             if not 0 <= value <= high or value == math.inf:
                 wanted = "0 or more" if high == math.inf else f"between 0 and {high}"
                 default = type(self).__dataclass_fields__[name].default
-                raise UserError(f"augment.{name}={value} must be {wanted}: try augment.{name}={default}")
+                raise UserError(
+                    f"augment.{name}={value} must be {wanted}: try augment.{name}={default}"
+                )
 
 
 class _Uniforms(NamedTuple):
@@ -109,9 +127,13 @@ class Augment:
         std: Per channel, of pixels in 0..1.
     """
 
-    def __init__(self, options: AugmentOptions, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(
+        self, options: AugmentOptions, mean: tuple[float, ...], std: tuple[float, ...]
+    ) -> None:
         if len(mean) != len(std) or not all(s > 0 for s in std):
-            raise ValueError(f"mean and std need one number per channel and std > 0, got {mean} and {std}")
+            raise ValueError(
+                f"mean and std need one number per channel and std > 0, got {mean} and {std}"
+            )
         self.options = options
         self.mean = tuple(mean)
         self.std = tuple(std)
@@ -132,10 +154,14 @@ class Augment:
         if len(images) == 0:  # torch makes no grid for an empty batch
             return self.plain(images)
         shape = (len(_Uniforms._fields), len(images))
-        u = torch.rand(shape, generator=generator, device=generator.device).to(images.device, non_blocking=True)
+        u = torch.rand(shape, generator=generator, device=generator.device).to(
+            images.device, non_blocking=True
+        )
         draws = _Uniforms(*u.unbind(0))
         x = self._geometry(images, draws)
-        x = self._colour(x, draws, order=torch.randperm(4, generator=_host_generator(generator)).tolist())
+        x = self._colour(
+            x, draws, order=torch.randperm(4, generator=_host_generator(generator)).tolist()
+        )
         return self._normalise(x)
 
     def plain(self, images: Tensor) -> Tensor:
@@ -172,7 +198,9 @@ class Augment:
         flip = draws.flip < options.flip
         degrees = (2 * draws.angle - 1) * options.rotation if options.rotation else None
         if options.crop == "resized":
-            size = (options.size, options.size) if options.size else (images.shape[1], images.shape[2])
+            size = (
+                (options.size, options.size) if options.size else (images.shape[1], images.shape[2])
+            )
             box = crop_box(images.shape[1], images.shape[2], draws, scale_min=options.scale_min)
             return warp(images.permute(0, 3, 1, 2).float(), size, box, flip=flip, degrees=degrees)
         images = self._fit(images)
@@ -180,7 +208,11 @@ class Augment:
         if pad or options.flip:
             images = shift_and_flip(images, draws.crop_y, draws.crop_x, pad=pad, flip=flip)
         x = images.permute(0, 3, 1, 2)
-        return x if degrees is None else warp(x.float(), (x.shape[2], x.shape[3]), None, flip=None, degrees=degrees)
+        return (
+            x
+            if degrees is None
+            else warp(x.float(), (x.shape[2], x.shape[3]), None, flip=None, degrees=degrees)
+        )
 
     def _colour(self, x: Tensor, draws: _Uniforms, order: list[int]) -> Tensor:
         """Jitter in the given order of its four steps, grey, blur: (B, C, h, w) to the same shape."""
@@ -215,13 +247,21 @@ class Augment:
         x = x.to(torch.float32, memory_format=torch.channels_last).permute(0, 2, 3, 1)
         key = (x.device, width)
         if key not in self._rows:  # kept: making a tensor from Python numbers waits for the device
-            mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
+            mean, std = (
+                torch.tensor(self.mean, dtype=torch.float64),
+                torch.tensor(self.std, dtype=torch.float64),
+            )
             rows = (1 / (WHITE * std)).repeat(width), (-mean / std).repeat(width)
             self._rows[key] = (rows[0].float().to(x.device), rows[1].float().to(x.device))
         scale, shift = self._rows[key]
         # A whole image row against a row of constants: six times faster on a CPU than broadcasting over 3 channels.
         rows_view = x.view(batch, height, width * channels)
-        return rows_view.mul_(scale).add_(shift).view(batch, height, width, channels).permute(0, 3, 1, 2)
+        return (
+            rows_view.mul_(scale)
+            .add_(shift)
+            .view(batch, height, width, channels)
+            .permute(0, 3, 1, 2)
+        )
 
 
 def _host_generator(generator: torch.Generator) -> torch.Generator:
@@ -257,8 +297,14 @@ def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Ten
     y = _reflect(rows + dy[:, None], height)  # (B, H)
     x = _reflect(torch.where(flip[:, None], width - 1 - cols, cols) + dx[:, None], width)  # (B, W)
     y = y + torch.arange(batch, device=images.device)[:, None] * height
-    pixels = (y * width)[:, :, None] + x[:, None, :]  # (B, H, W), numbers of pixels in the whole batch
-    return images.reshape(-1, channels).index_select(0, pixels.flatten()).view(batch, height, width, channels)
+    pixels = (y * width)[:, :, None] + x[
+        :, None, :
+    ]  # (B, H, W), numbers of pixels in the whole batch
+    return (
+        images.reshape(-1, channels)
+        .index_select(0, pixels.flatten())
+        .view(batch, height, width, channels)
+    )
 
 
 def _reflect(index: Tensor, size: int) -> Tensor:
@@ -280,10 +326,23 @@ def crop_box(height: int, width: int, draws: _Uniforms, scale_min: float) -> Ten
     ratio = torch.exp((2 * draws.ratio - 1) * LOG_RATIO)
     half_w = ((area * ratio).sqrt() / width).clamp_(max=1)
     half_h = ((area / ratio).sqrt() / height).clamp_(max=1)
-    return torch.stack([half_w, half_h, (2 * draws.crop_x - 1) * (1 - half_w), (2 * draws.crop_y - 1) * (1 - half_h)])
+    return torch.stack(
+        [
+            half_w,
+            half_h,
+            (2 * draws.crop_x - 1) * (1 - half_w),
+            (2 * draws.crop_y - 1) * (1 - half_h),
+        ]
+    )
 
 
-def warp(x: Tensor, size: tuple[int, int], box: Tensor | None, flip: Tensor | None, degrees: Tensor | None) -> Tensor:
+def warp(
+    x: Tensor,
+    size: tuple[int, int],
+    box: Tensor | None,
+    flip: Tensor | None,
+    degrees: Tensor | None,
+) -> Tensor:
     """Crops a box, mirrors, resizes and rotates about the centre of the result, with one bilinear resampling.
 
     A rotation shows what the image holds beyond the box, and black beyond the image.
@@ -300,17 +359,29 @@ def warp(x: Tensor, size: tuple[int, int], box: Tensor | None, flip: Tensor | No
     """
     batch, channels, height, width = x.shape
     zeros, ones = x.new_zeros(batch), x.new_ones(batch)
-    half_w, half_h, centre_x, centre_y = (ones, ones, zeros, zeros) if box is None else box.unbind(0)
+    half_w, half_h, centre_x, centre_y = (
+        (ones, ones, zeros, zeros) if box is None else box.unbind(0)
+    )
     if flip is not None:
         half_w = torch.where(flip, -half_w, half_w)
     radians = zeros if degrees is None else degrees * (math.pi / 180)
     cos, sin, aspect = radians.cos(), radians.sin(), size[1] / size[0]
     theta = torch.stack(
-        [half_w * cos, half_w * -sin / aspect, centre_x, half_h * sin * aspect, half_h * cos, centre_y], dim=1
+        [
+            half_w * cos,
+            half_w * -sin / aspect,
+            centre_x,
+            half_h * sin * aspect,
+            half_h * cos,
+            centre_y,
+        ],
+        dim=1,
     ).view(batch, 2, 3)
     # When shrinking, several samples per output pixel are averaged, or fine texture would turn into noise (aliasing).
     per_pixel = max(1, min(height // size[0], width // size[1]))
-    grid = F.affine_grid(theta, [batch, channels, size[0] * per_pixel, size[1] * per_pixel], align_corners=False)
+    grid = F.affine_grid(
+        theta, [batch, channels, size[0] * per_pixel, size[1] * per_pixel], align_corners=False
+    )
     padding = "border" if degrees is None else "zeros"
     out = F.grid_sample(x, grid, mode="bilinear", padding_mode=padding, align_corners=False)
     return F.avg_pool2d(out, per_pixel) if per_pixel > 1 else out
@@ -355,10 +426,22 @@ def hue_(x: Tensor, shift: Tensor) -> Tensor:
     r, g, b = x.split(1, dim=1)
     value = torch.maximum(torch.maximum(r, g), b)
     chroma = value - torch.minimum(torch.minimum(r, g), b)
-    sixth = (6 * chroma).clamp_min_(1e-6).reciprocal_()  # grey pixels have no hue; any will do, as their chroma is 0
-    red, green, blue = (g - b).mul_(sixth), (b - r).mul_(sixth).add_(1 / 3), (r - g).mul_(sixth).add_(2 / 3)
-    hue = torch.where(value == r, red, torch.where(value == g, green, blue)).add_(shift.view(-1, 1, 1, 1))
-    for channel, home in ((r, 0), (g, 1 / 3), (b, 2 / 3)):  # one by one: temporaries of one plane stay in the cache
+    sixth = (
+        (6 * chroma).clamp_min_(1e-6).reciprocal_()
+    )  # grey pixels have no hue; any will do, as their chroma is 0
+    red, green, blue = (
+        (g - b).mul_(sixth),
+        (b - r).mul_(sixth).add_(1 / 3),
+        (r - g).mul_(sixth).add_(2 / 3),
+    )
+    hue = torch.where(value == r, red, torch.where(value == g, green, blue)).add_(
+        shift.view(-1, 1, 1, 1)
+    )
+    for channel, home in (
+        (r, 0),
+        (g, 1 / 3),
+        (b, 2 / 3),
+    ):  # one by one: temporaries of one plane stay in the cache
         away = hue - home
         away.sub_(away.round()).abs_()  # distance around the circle, 0..1/2
         torch.sub(value, away.mul_(6).sub_(1).clamp_(0, 1).mul_(chroma), out=channel)
@@ -378,7 +461,9 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     side = min(x.shape[2:])
     radius = min(max(1, side // 20), side - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.exp(-0.5 * (offsets / sigma.clamp_min(1e-3)[:, None]) ** 2)  # sigma 0: exactly one tap of 1
+    kernel = torch.exp(
+        -0.5 * (offsets / sigma.clamp_min(1e-3)[:, None]) ** 2
+    )  # sigma 0: exactly one tap of 1
     taps = (kernel / kernel.sum(1, keepdim=True)).T.reshape(-1, len(x), 1, 1, 1)
     # A sum of shifted images: a convolution would need B * C groups, and autocast would round it to half precision.
     for dim, pads in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):

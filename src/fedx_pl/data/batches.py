@@ -25,13 +25,17 @@ class ImageStore:
             resident_bytes: how much of the device's memory images may take.
         """
         self.device = device
-        self.index_device = device if images.nbytes <= resident_bytes else torch.device("cpu")  # of indices to `take`
+        self.index_device = (
+            device if images.nbytes <= resident_bytes else torch.device("cpu")
+        )  # of indices to `take`
         self._resident: Tensor | None = None
         self._mapped = images
         if images.nbytes <= resident_bytes:
             whole = np.ascontiguousarray(images)
             # torch warns about read-only arrays although nothing here writes to them.
-            self._resident = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(device)
+            self._resident = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(
+                device
+            )
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -84,9 +88,15 @@ class ClientData:
         for chosen in order[: len(self) * self.views_size].split(self.views_size):
             chosen = at_least_two(chosen)
             images = self.store.take(self.index[chosen])
-            parts = [images, images, self.store.take(next(relation))] if self.relation_size else [images, images]
+            parts = (
+                [images, images, self.store.take(next(relation))]
+                if self.relation_size
+                else [images, images]
+            )
             # All views in one go: on a CPU, calls cost about as much as their arithmetic.
-            yield Views(self.augment(torch.cat(parts), generator), chosen.to(device, non_blocking=True))
+            yield Views(
+                self.augment(torch.cat(parts), generator), chosen.to(device, non_blocking=True)
+            )
 
     def _relation_batches(self, number: int) -> Iterator[Tensor]:
         """``B_r``: an order of its own, independent of ``B``, begun again when it is used up."""
@@ -107,11 +117,19 @@ class ClientData:
 
     def plain_sample(self, size: int) -> Tensor:
         """At most ``size`` images drawn at random, un-augmented and normalised."""
-        return self.augment.plain(self.store.take(self.index[at_least_two(self._order("sample")[:size])]))
+        return self.augment.plain(
+            self.store.take(self.index[at_least_two(self._order("sample")[:size])])
+        )
 
 
 def batches_of(
-    store: ImageStore, rows: np.ndarray, augment: Augment, *, batch_size: int, model: object, seed: int
+    store: ImageStore,
+    rows: np.ndarray,
+    augment: Augment,
+    *,
+    batch_size: int,
+    model: object,
+    seed: int,
 ) -> ClientData:
     """The batches that a model asks for.
 

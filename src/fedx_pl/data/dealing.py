@@ -21,10 +21,14 @@ MAX_BETA = 1e9  # beyond, shares differ by less than one image in any data set, 
 def iid(num_images: int, clients: int, seed: int) -> list[np.ndarray]:
     """Shuffles and cuts into equal parts; sizes differ by one image at most."""
     check_clients(clients, num_images)
-    return [np.sort(part) for part in np.array_split(_rng(seed, "iid").permutation(num_images), clients)]
+    return [
+        np.sort(part) for part in np.array_split(_rng(seed, "iid").permutation(num_images), clients)
+    ]
 
 
-def dirichlet(labels: np.ndarray, clients: int, beta: float, seed: int, min_size: int = 10) -> list[np.ndarray]:
+def dirichlet(
+    labels: np.ndarray, clients: int, beta: float, seed: int, min_size: int = 10
+) -> list[np.ndarray]:
     """Skews the class mix: the shares of each class come from Dir(beta) over the clients.
 
     The field's usual scheme: class by class, clients that already hold num_images / clients images get no more, and the
@@ -50,7 +54,9 @@ def dirichlet(labels: np.ndarray, clients: int, beta: float, seed: int, min_size
     def draw() -> np.ndarray:
         counts = np.zeros((len(sizes), clients), dtype=np.int64)
         held = np.zeros(clients, dtype=np.int64)
-        for row, shares in enumerate(rng.dirichlet(np.full(clients, min(beta, MAX_BETA)), size=len(sizes))):
+        for row, shares in enumerate(
+            rng.dirichlet(np.full(clients, min(beta, MAX_BETA)), size=len(sizes))
+        ):
             # Someone is always open: were all at num_images / clients, no image would be left.
             counts[row] = _cut(int(sizes[row]), shares, held < len(labels) / clients, rng=rng)
             held += counts[row]
@@ -59,7 +65,9 @@ def dirichlet(labels: np.ndarray, clients: int, beta: float, seed: int, min_size
     return _deal(class_of, clients, draw, min_size=min_size, rng=rng)
 
 
-def quantity_skew(num_images: int, clients: int, beta: float, seed: int, min_size: int = 10) -> list[np.ndarray]:
+def quantity_skew(
+    num_images: int, clients: int, beta: float, seed: int, min_size: int = 10
+) -> list[np.ndarray]:
     """Skews the sizes only: they follow Dir(beta), and each client's images are a random sample of all.
 
     `min_size` is kept as in `dirichlet`: by drawing again, then by topping up.
@@ -115,7 +123,9 @@ def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> l
     held = counts.sum(axis=0)
     for row in range(len(sizes)):  # what does not divide goes to the owners that hold least
         candidates = np.flatnonzero(owns[row])
-        poorest = candidates[np.argsort(held[candidates], kind="stable")][: sizes[row] - counts[row].sum()]
+        poorest = candidates[np.argsort(held[candidates], kind="stable")][
+            : sizes[row] - counts[row].sum()
+        ]
         counts[row, poorest] += 1
         held[poorest] += 1
     if held.min() == 0:
@@ -142,9 +152,13 @@ def _rng(seed: int, purpose: str) -> np.random.Generator:
 def check_clients(clients: int, num_images: int) -> None:
     """Raises a `UserError` if there are too few or too many clients."""
     if isinstance(clients, bool) or not hasattr(clients, "__index__"):
-        raise UserError(f"federation.clients={clients!r} is not a whole number: type federation.clients=10")
+        raise UserError(
+            f"federation.clients={clients!r} is not a whole number: type federation.clients=10"
+        )
     if clients < 1:
-        raise UserError(f"federation.clients={clients} must be at least 1: type federation.clients=10")
+        raise UserError(
+            f"federation.clients={clients} must be at least 1: type federation.clients=10"
+        )
     if clients > num_images:
         raise UserError(
             f"federation.clients={clients} is more than there are images ({num_images}): "
@@ -155,7 +169,9 @@ def check_clients(clients: int, num_images: int) -> None:
 def check_beta(beta: float) -> None:
     """Raises a `UserError` if it is no concentration."""
     if not (isinstance(beta, Real) and 0 < beta < math.inf):  # written so that NaN fails too
-        raise UserError(f"partition.beta={beta!r} must be a number above 0: type partition.beta=0.5")
+        raise UserError(
+            f"partition.beta={beta!r} must be a number above 0: type partition.beta=0.5"
+        )
 
 
 def _cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -172,10 +188,16 @@ def _cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Genera
 
 
 def _deal(
-    class_of: np.ndarray, clients: int, draw: Callable[[], np.ndarray], min_size: int, rng: np.random.Generator
+    class_of: np.ndarray,
+    clients: int,
+    draw: Callable[[], np.ndarray],
+    min_size: int,
+    rng: np.random.Generator,
 ) -> list[np.ndarray]:
     """Draws (classes, clients) counts until all clients have `min_size` images, or else tops up; deals the images."""
-    wanted = min(max(min_size, 1), len(class_of) // clients)  # nobody goes without an image, whatever min_size says
+    wanted = min(
+        max(min_size, 1), len(class_of) // clients
+    )  # nobody goes without an image, whatever min_size says
     for _ in range(MAX_TRIES):
         counts = draw()
         if counts.sum(axis=0).min() >= wanted:
@@ -216,7 +238,9 @@ def _top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Gener
     low, high = min_size, int(sizes.max())  # the highest level at which the givers can spare enough
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if np.maximum(sizes - middle, 0).sum() >= total else (low, middle - 1)
+        low, high = (
+            (middle, high) if np.maximum(sizes - middle, 0).sum() >= total else (low, middle - 1)
+        )
     gives = np.maximum(sizes - low, 0)
     spare = int(gives.sum()) - total  # fewer than there are givers, or the level would be higher
     gives[np.flatnonzero(gives)[:spare]] -= 1

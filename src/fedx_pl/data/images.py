@@ -23,18 +23,27 @@ except ImportError:  # Not on Windows.
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process ends
-RESIZED = ("folder", "imagenet10", ARRAYS)  # where data.image_size has a meaning: the images of others have one size
+RESIZED = (
+    "folder",
+    "imagenet10",
+    ARRAYS,
+)  # where data.image_size has a meaning: the images of others have one size
 
 
 VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such a range
-ValueRange = tuple[float, float]  # of images with more than 8 bits per value: what becomes 0 and 255
+ValueRange = tuple[
+    float, float
+]  # of images with more than 8 bits per value: what becomes 0 and 255
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The config group ``data``."""
 
-    name: str = field(default="cifar10", metadata={"help": "cifar10, cifar100, svhn, fmnist, imagenet10 or folder"})
+    name: str = field(
+        default="cifar10",
+        metadata={"help": "cifar10, cifar100, svhn, fmnist, imagenet10 or folder"},
+    )
     root: str = field(
         default="data",
         metadata={
@@ -48,35 +57,59 @@ class DataOptions:
             "private folder that is deleted at the end"
         },
     )
-    verify: bool = field(default=True, metadata={"help": "false accepts a copy that is not the official one"})
-    download: bool = field(default=True, metadata={"help": "false never touches the network"})
-    limit: int = field(default=0, metadata={"help": "train on this many images, chosen by the seed; 0 = all"})
-    test_limit: int = field(default=0, metadata={"help": "use this many test images, chosen by the seed; 0 = all"})
-    image_size: int = field(
-        default=0, metadata={"help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"}
+    verify: bool = field(
+        default=True, metadata={"help": "false accepts a copy that is not the official one"}
     )
-    grayscale: bool = field(default=False, metadata={"help": "folder, imagenet10: store one channel instead of three"})
+    download: bool = field(default=True, metadata={"help": "false never touches the network"})
+    limit: int = field(
+        default=0, metadata={"help": "train on this many images, chosen by the seed; 0 = all"}
+    )
+    test_limit: int = field(
+        default=0, metadata={"help": "use this many test images, chosen by the seed; 0 = all"}
+    )
+    image_size: int = field(
+        default=0,
+        metadata={
+            "help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"
+        },
+    )
+    grayscale: bool = field(
+        default=False, metadata={"help": "folder, imagenet10: store one channel instead of three"}
+    )
     value_range: list[float] = field(
         default_factory=list,
-        metadata={"help": "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use"},
+        metadata={
+            "help": "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use"
+        },
     )
     labels: str = field(
-        default="none", metadata={"help": "folder: none, folders (parent folder = class) or a CSV file path,label"}
+        default="none",
+        metadata={"help": "folder: none, folders (parent folder = class) or a CSV file path,label"},
     )
     test_root: str = field(
-        default="", metadata={"help": "folder: labelled images to evaluate on; empty: hold out test_fraction"}
+        default="",
+        metadata={"help": "folder: labelled images to evaluate on; empty: hold out test_fraction"},
     )
     test_fraction: float = field(
-        default=0.2, metadata={"help": "folder: share of the labelled images kept out of training, to evaluate on"}
+        default=0.2,
+        metadata={
+            "help": "folder: share of the labelled images kept out of training, to evaluate on"
+        },
     )
     classes: list[str] = field(
-        default_factory=list, metadata={"help": "imagenet10: the class folders to use, e.g. [n01440764,n02102040]"}
+        default_factory=list,
+        metadata={"help": "imagenet10: the class folders to use, e.g. [n01440764,n02102040]"},
     )
     mean: list[float] = field(
-        default_factory=list, metadata={"help": "per channel, in 0..1, subtracted from every image; empty = 0.5"}
+        default_factory=list,
+        metadata={"help": "per channel, in 0..1, subtracted from every image; empty = 0.5"},
     )
-    std: list[float] = field(default_factory=list, metadata={"help": "per channel, divides every image; empty = 0.25"})
-    workers: int = field(default=0, metadata={"help": "processes that decode images; 0 = number of cores"})
+    std: list[float] = field(
+        default_factory=list, metadata={"help": "per channel, divides every image; empty = 0.25"}
+    )
+    workers: int = field(
+        default=0, metadata={"help": "processes that decode images; 0 = number of cores"}
+    )
 
 
 def root_folder(options: DataOptions) -> Path:
@@ -93,7 +126,11 @@ def cache_folder(options: DataOptions) -> Path:
         return _temporary_folder()
     if options.cache:
         return Path(options.cache).expanduser()
-    return Path("data/cache") if options.name in ("folder", "imagenet10") else root_folder(options) / "cache"
+    return (
+        Path("data/cache")
+        if options.name in ("folder", "imagenet10")
+        else root_folder(options) / "cache"
+    )
 
 
 def require_memory(key: str, value: object, needed: int, what: str) -> None:
@@ -121,7 +158,9 @@ def _memory() -> float:
     try:
         there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         limits = (
-            [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)] if resource else []
+            [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+            if resource
+            else []
         )
     except (AttributeError, OSError, ValueError):  # Not on every system: there nothing is known.
         return math.inf
@@ -132,7 +171,9 @@ def _memory() -> float:
 def _temporary_folder() -> Path:
     """A folder for this user alone, one for the process, which is deleted when it ends."""
     folder, owner = tempfile.mkdtemp(prefix="fedx-pl-images-"), os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    atexit.register(
+        lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None
+    )
     return Path(folder)
 
 
@@ -157,7 +198,9 @@ class Split:
         return Split(np.asarray(self.images[index]), labels, groups)
 
 
-Arrays = tuple[np.ndarray, np.ndarray | None]  # uint8 (N, H, W, C), and labels (N,) if there are any
+Arrays = tuple[
+    np.ndarray, np.ndarray | None
+]  # uint8 (N, H, W, C), and labels (N,) if there are any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +254,18 @@ def normalization(
     """
     means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
     for key, values in (("mean", means), ("std", stds)):
-        require(f"data.{key}", list(values), len(values) == channels, instead=f"{channels} numbers, one per channel")
+        require(
+            f"data.{key}",
+            list(values),
+            len(values) == channels,
+            instead=f"{channels} numbers, one per channel",
+        )
     for value in means:
-        require("data.mean", list(means), 0 <= value <= 1, instead="numbers in 0..1: divide those of 0..255 by 255")
+        require(
+            "data.mean",
+            list(means),
+            0 <= value <= 1,
+            instead="numbers in 0..1: divide those of 0..255 by 255",
+        )
     require("data.std", list(stds), all(value > 0 for value in stds), instead="positive numbers")
     return means, stds

@@ -80,7 +80,10 @@ class FederatedDataModule(pl.LightningDataModule):
         _require_meant(source, partition=partition, test=test, limit=limit, loader=loader)
         self.source, self.test, self.report, self.loader = source, test, report, loader
         self.partition = partition or Dirichlet()
-        self.batch_size, self.augment_options = batch_size, options_of("augment", augment, AugmentOptions)
+        self.batch_size, self.augment_options = (
+            batch_size,
+            options_of("augment", augment, AugmentOptions),
+        )
         self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
         self.root, self.limit, self.resident_gb, self.seed = root, limit, resident_gb, seed
         self._stores: dict[torch.device, ImageStore] = {}
@@ -143,7 +146,9 @@ class FederatedDataModule(pl.LightningDataModule):
         if labels is None:
             return np.array([[len(rows)] for rows in self.clients]), ["images"]
         names = [*self.images.classes, "unlabelled"]
-        counts = np.stack([np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients])
+        counts = np.stack(
+            [np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients]
+        )
         return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
 
     def store_of(self, split: Split, device: torch.device) -> ImageStore:
@@ -172,9 +177,13 @@ class FederatedDataModule(pl.LightningDataModule):
         model = trainer.lightning_module if trainer else None
         device = trainer.strategy.root_device if trainer else torch.device("cpu")
         rows = np.sort(np.concatenate(self.clients))
-        return LocalEpochs(self.batches(rows, derive(self.seed, "pooled"), model=model, device=device))
+        return LocalEpochs(
+            self.batches(rows, derive(self.seed, "pooled"), model=model, device=device)
+        )
 
-    def batches(self, rows: np.ndarray, seed: int, *, model: object, device: torch.device) -> ClientData:
+    def batches(
+        self, rows: np.ndarray, seed: int, *, model: object, device: torch.device
+    ) -> ClientData:
         """Batches of some training images.
 
         Args:
@@ -186,13 +195,17 @@ class FederatedDataModule(pl.LightningDataModule):
         if device not in self._stores:
             self._stores[device] = self.store_of(self.images.train, device)
         store = self._stores[device]
-        return batches_of(store, rows, self.augment, batch_size=self.batch_size, model=model, seed=seed)
+        return batches_of(
+            store, rows, self.augment, batch_size=self.batch_size, model=model, seed=seed
+        )
 
     def _load(self) -> ImageData:
         source = self.source
         if isinstance(source, str):
             mean, std = STATISTICS.get(source, ((), ()))
-            source = DataOptions(name=source, root=self.root, limit=self.limit, mean=list(mean), std=list(std))
+            source = DataOptions(
+                name=source, root=self.root, limit=self.limit, mean=list(mean), std=list(std)
+            )
         if isinstance(source, DataOptions):
             self._require_memory(source)
             return sources.load(source, seed=self.seed, report=self.report, source=self.loader)
@@ -214,7 +227,9 @@ class FederatedDataModule(pl.LightningDataModule):
         side, channels = sources.stored_side(source), sources.stored_channels(source)
         view = self.augment_options.for_side(side).size or side
         needed = self.batch_size * channels * (side**2 + 2 * 4 * view**2)
-        require_memory("data.image_size", side, needed, what=f"training on {self.batch_size} images at a time")
+        require_memory(
+            "data.image_size", side, needed, what=f"training on {self.batch_size} images at a time"
+        )
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape
@@ -223,7 +238,9 @@ class FederatedDataModule(pl.LightningDataModule):
         return Augment(self.augment_options.for_side(side), *statistics)
 
 
-def _require_meant(source: object, *, partition: object, test: object, limit: int, loader: object) -> None:
+def _require_meant(
+    source: object, *, partition: object, test: object, limit: int, loader: object
+) -> None:
     """Refuses a source that is none, and arguments that would do nothing beside it."""
     name = type(source).__name__
     if isinstance(source, type | DataLoader | pl.LightningDataModule) or not (
@@ -234,11 +251,17 @@ def _require_meant(source: object, *, partition: object, test: object, limit: in
             f"labels), a map-style torch data set, or a list with one data set per client"
         )
     if partition is not None and not isinstance(partition, Partition):
-        raise UserError(f"partition={partition!r} is not a Partition; write e.g. partition=IID(clients=10)")
+        raise UserError(
+            f"partition={partition!r} is not a Partition; write e.g. partition=IID(clients=10)"
+        )
     if isinstance(source, str | DataOptions | ImageData) and test is not None:
-        raise UserError(f"test= is for arrays and data sets; {name} has test images of its own: leave it out")
+        raise UserError(
+            f"test= is for arrays and data sets; {name} has test images of its own: leave it out"
+        )
     if not isinstance(source, str | DataOptions | ImageData) and loader is not None:
-        raise UserError("loader= is for a data set by its name; leave it out, or give a name as source")
+        raise UserError(
+            "loader= is for a data set by its name; leave it out, or give a name as source"
+        )
     if not isinstance(source, str) and limit:
         instead = "DataOptions(limit=...)" if isinstance(source, DataOptions) else "fewer images"
         raise UserError(f"limit={limit} is for a data set by its name; give {instead} instead")
@@ -254,7 +277,12 @@ def _require_meant(source: object, *, partition: object, test: object, limit: in
 
 def _per_channel(name: str, values: Any) -> tuple[float, ...]:
     values = (values,) if isinstance(values, Real) else tuple(values)
-    require(name, values, all(isinstance(value, Real) for value in values), instead=f"{name}=[0.5], one per channel")
+    require(
+        name,
+        values,
+        all(isinstance(value, Real) for value in values),
+        instead=f"{name}=[0.5], one per channel",
+    )
     return tuple(value if isinstance(value, int) else float(value) for value in values)
 
 
@@ -266,7 +294,11 @@ def _arrays(source: Any, name: str) -> Arrays | None:
     """Arrays, or a data set as arrays."""
     if source is None or sources.is_pair(source):
         return source
-    return (source, None) if sources.is_array(source) else sources.of_datasets([source], f"{name}, data set")[0]
+    return (
+        (source, None)
+        if sources.is_array(source)
+        else sources.of_datasets([source], f"{name}, data set")[0]
+    )
 
 
 def _silent(line: str) -> None:

@@ -54,7 +54,9 @@ class Dirichlet(Partition):
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs labels."""
         dealing.check_clients(self.clients, len(data.train.images))
-        return dealing.dirichlet(_labels(data, "dirichlet"), self.clients, self.beta, seed=seed, min_size=self.min_size)
+        return dealing.dirichlet(
+            _labels(data, "dirichlet"), self.clients, self.beta, seed=seed, min_size=self.min_size
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class QuantitySkew(Partition):
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs no labels."""
-        return dealing.quantity_skew(len(data.train.images), self.clients, self.beta, seed=seed, min_size=self.min_size)
+        return dealing.quantity_skew(
+            len(data.train.images), self.clients, self.beta, seed=seed, min_size=self.min_size
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class ClassesPerClient(Partition):
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Needs labels."""
         dealing.check_clients(self.clients, len(data.train.images))
-        return dealing.classes_per_client(_labels(data, "classes"), self.clients, self.classes, seed=seed)
+        return dealing.classes_per_client(
+            _labels(data, "classes"), self.clients, self.classes, seed=seed
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,9 @@ class FromFile(Partition):
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Refuses a file of other images."""
-        split = split_file.load(self.file, fingerprint=data.fingerprint, num_images=len(data.train.images))
+        split = split_file.load(
+            self.file, fingerprint=data.fingerprint, num_images=len(data.train.images)
+        )
         if len(split) != self.clients:
             raise UserError(
                 f"partition.file={self.file} deals to {len(split)} clients, not {self.clients}: "
@@ -166,7 +174,9 @@ def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray
         if not numbers.size:
             raise wrong(f"no images to client {client}")
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-            raise wrong(f"{numbers.dtype} {numbers.shape} to client {client}, which are no image numbers")
+            raise wrong(
+                f"{numbers.dtype} {numbers.shape} to client {client}, which are no image numbers"
+            )
         if numbers.min() < 0 or numbers.max() >= num_images:
             odd = numbers[(numbers < 0) | (numbers >= num_images)][0]
             raise wrong(f"image {odd} to client {client}")

@@ -13,7 +13,9 @@ from fedx_pl.files.reading import read_json
 FORMAT = 1
 
 
-def save(path: str | Path, clients: list[np.ndarray], *, fingerprint: str, options: dict[str, Any]) -> None:
+def save(
+    path: str | Path, clients: list[np.ndarray], *, fingerprint: str, options: dict[str, Any]
+) -> None:
     """Writes a partition as JSON, atomically: a crash leaves the old file or the new one, never half of one.
 
     `load` checks the data set's fingerprint; `options` (how the partition was made) are for people to read.
@@ -61,7 +63,9 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise wrong(f"is not a split file of format {FORMAT}")
     if content.get("fingerprint") != fingerprint:
-        raise wrong(f"was made for other images (fingerprint {content.get('fingerprint')}, these have {fingerprint})")
+        raise wrong(
+            f"was made for other images (fingerprint {content.get('fingerprint')}, these have {fingerprint})"
+        )
     lists = content.get("clients")
     if not isinstance(lists, list) or not lists:
         raise wrong("has no clients")
@@ -71,7 +75,9 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
         if not isinstance(indices, list) or not indices:
             raise wrong(f"gives client {client} no images")
         if not all(type(index) is int and 0 <= index < num_images for index in indices):
-            raise wrong(f"gives client {client} something that is no image number from 0 to {num_images - 1}")
+            raise wrong(
+                f"gives client {client} something that is no image number from 0 to {num_images - 1}"
+            )
         array = np.unique(np.array(indices, dtype=np.int64))
         if len(array) < len(indices) or used[array].any():
             raise wrong(f"gives client {client} an image twice, or one of another client")

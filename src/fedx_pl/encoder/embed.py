@@ -43,5 +43,8 @@ def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
         import pyarrow.parquet
 
         flat = pyarrow.array(array.reshape(-1))
-        table = {"path": names, "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])}
+        table = {
+            "path": names,
+            "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1]),
+        }
         pyarrow.parquet.write_table(pyarrow.table(table), stream)

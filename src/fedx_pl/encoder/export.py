@@ -13,11 +13,21 @@ from fedx_pl.errors import UserError, install_hint
 from fedx_pl.files import require_file, tensor_bytes, write_atomically
 
 FORMATS = ("safetensors", "torchvision", "torch", "onnx")
-SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
+SUFFIXES = {
+    "safetensors": ".safetensors",
+    "torchvision": ".safetensors",
+    "torch": ".pt2",
+    "onnx": ".onnx",
+}
 
 
 def export(
-    run: Path, to: str, file: Path | None = None, round_number: int | None = None, *, allow_code: bool = False
+    run: Path,
+    to: str,
+    file: Path | None = None,
+    round_number: int | None = None,
+    *,
+    allow_code: bool = False,
 ) -> tuple[Path, str]:
     """Writes the encoder of a run in a format that others read without this package.
 
@@ -32,19 +42,30 @@ def export(
         The file, and the line of Python that loads it.
     """
     if to not in FORMATS:
-        raise UserError(f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+        raise UserError(
+            f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        )
     if file is not None:
         require_file(file)
     encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
-    make = {"safetensors": _safetensors, "torchvision": _torchvision, "torch": _torch, "onnx": _onnx}[to]
+    make = {
+        "safetensors": _safetensors,
+        "torchvision": _torchvision,
+        "torch": _torch,
+        "onnx": _onnx,
+    }[to]
     content, line = make(encoder, file, read_config(run, allow_code=allow_code))
-    write_atomically(file, content)  # At once: on a full disk, torch's own writers abort and leave a stump.
+    write_atomically(
+        file, content
+    )  # At once: on a full disk, torch's own writers abort and leave a stump.
     return file, line
 
 
 def _safetensors(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
-    return tensor_bytes(encoder.backbone.state_dict()), f'weights = safetensors.torch.load_file("{file}")'
+    return tensor_bytes(
+        encoder.backbone.state_dict()
+    ), f'weights = safetensors.torch.load_file("{file}")'
 
 
 def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
@@ -56,7 +77,12 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, s
             f"--to torchvision: torchvision has no {type(backbone).__qualname__}; type --to torch or --to onnx, which "
             f"carry the network"
         )
-    if config.backbone.width != 64 or conv1.kernel_size != (7, 7) or encoder.channels != 3 or name == "resnet10":
+    if (
+        config.backbone.width != 64
+        or conv1.kernel_size != (7, 7)
+        or encoder.channels != 3
+        or name == "resnet10"
+    ):
         raise UserError(
             f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
             f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
@@ -89,11 +115,16 @@ def _onnx(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError(f"--to onnx needs onnx and onnxscript; type {install_hint('onnx')}") from error
+        raise UserError(
+            f"--to onnx needs onnx and onnxscript; type {install_hint('onnx')}"
+        ) from error
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
     program = torch.onnx.export(
         encoder, (example,), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
         dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
     )  # fmt: skip
     assert program is not None  # Given that it writes no file.
-    return program.model_proto.SerializeToString(), f'session = onnxruntime.InferenceSession("{file}")'
+    return (
+        program.model_proto.SerializeToString(),
+        f'session = onnxruntime.InferenceSession("{file}")',
+    )

@@ -120,7 +120,9 @@ class Encoder(nn.Module):
         mean, std = normalization(config.data.mean, config.data.std, channels)
         return cls(backbone, mean, std, side=side, value_range=value_range_of(folder)).eval()
 
-    def embed_folder(self, folder: Path, report: Callable[[str], None] = say) -> tuple[list[str], Tensor]:
+    def embed_folder(
+        self, folder: Path, report: Callable[[str], None] = say
+    ) -> tuple[list[str], Tensor]:
         """Features of all images in a folder.
 
         Args:
@@ -135,7 +137,9 @@ class Encoder(nn.Module):
             raise UserError(f"{folder} is not a folder of images")
         files = list_files(folder, report)
         value_range = self.settle_range([(folder, files)], report)
-        decoded = decode(folder, files, self.side, options=self._options, report=report, value_range=value_range)
+        decoded = decode(
+            folder, files, self.side, options=self._options, report=report, value_range=value_range
+        )
         if not decoded.paths:
             raise UserError(f"{folder} holds no readable images ({decoded.skipped} other files)")
         return list(decoded.paths), self.embed(decoded.images)
@@ -148,14 +152,21 @@ class Encoder(nn.Module):
             report: takes lines about such images.
         """
         origin = "the range of all of them, since the encoder was trained without such images"
-        found = survey(parts, self._options, report, origin="the encoder's range" if self.value_range else origin)
+        found = survey(
+            parts,
+            self._options,
+            report,
+            origin="the encoder's range" if self.value_range else origin,
+        )
         self.value_range = self.value_range or found
         return found
 
     @property
     def _options(self) -> DataOptions:
         bounds = list(self.value_range or ())
-        return DataOptions(name="folder", cache=self.cache, grayscale=self.channels == 1, value_range=bounds)
+        return DataOptions(
+            name="folder", cache=self.cache, grayscale=self.channels == 1, value_range=bounds
+        )
 
     def embed(self, images: np.ndarray) -> Tensor:
         """Features of uint8 images (N, H, W, C)."""
@@ -203,7 +214,9 @@ def _read_parts(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not a readable run configuration ({error})") from error
 
 
-def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code: bool) -> nn.Module:
+def _backbone(
+    folder: Path, config: Config, channels: int, side: int, allow_code: bool
+) -> nn.Module:
     """The network of a run with fresh weights: the configuration's, or the one that the method brings."""
     record = foreign_code.read_record(folder)
     if not (record.backbone if record else allow_code):  # Without a record, who allows it means it.
@@ -226,7 +239,9 @@ def _backbone(folder: Path, config: Config, channels: int, side: int, allow_code
             f"network of today",
             stacklevel=3,
         )
-    whole = replace(whole, fedca=replace(whole.fedca, enabled=False))  # It has no part in the backbone.
+    whole = replace(
+        whole, fedca=replace(whole.fedca, enabled=False)
+    )  # It has no part in the backbone.
     return make_model(whole, channels=channels, image_size=side).backbone
 
 

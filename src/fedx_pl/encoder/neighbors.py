@@ -37,13 +37,18 @@ def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[t
     if encoder.value_range is None:
         encoder.settle_range([(folder, list_files(folder, say)), (query.parent, [query.name])])
     try:
-        pixels = decode_file(str(query), encoder.side, encoder.channels == 1, value_range=encoder.value_range or ())
+        pixels = decode_file(
+            str(query), encoder.side, encoder.channels == 1, value_range=encoder.value_range or ()
+        )
     except Exception as error:  # Decoders fed with foreign bytes fail in any way they like.
         raise UserError(f"{query} cannot be read as an image ({error})") from error
     paths, features = encoder.embed_folder(folder)
     like = F.cosine_similarity(encoder.embed(pixels[None]), features)
     best = torch.topk(like, min(count, len(paths)))
-    return [(paths[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [
+        (paths[i], value)
+        for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
 
 
 def contact_sheet(

@@ -25,12 +25,19 @@ __all__ = ["ENGINES", "Engine", "EngineOptions", "Lost", "make"]
 ENGINES: dict[str, type[Engine]] = {"serial": SerialEngine, "ray": RayEngine}
 
 
-def make(options: EngineOptions | Callable[[FederatedTrainer], Engine], trainer: FederatedTrainer) -> Engine:
+def make(
+    options: EngineOptions | Callable[[FederatedTrainer], Engine], trainer: FederatedTrainer
+) -> Engine:
     """The engine that the options name, or that a class or function makes."""
     if not isinstance(options, EngineOptions):
         made = options(trainer)
         if not isinstance(made, Engine):
             raise UserError(f"engine={options!r} makes {made!r}; give a subclass of fedx_pl.Engine")
         return made
-    require("engine.name", options.name, options.name in ENGINES, instead=f"engine={' or '.join(ENGINES)}")
+    require(
+        "engine.name",
+        options.name,
+        options.name in ENGINES,
+        instead=f"engine={' or '.join(ENGINES)}",
+    )
     return ENGINES[options.name](trainer, options)

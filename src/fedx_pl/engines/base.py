@@ -20,20 +20,38 @@ class EngineOptions:
     """Where clients train; nothing here changes what is computed."""
 
     name: str = field(default="serial", metadata={"help": "serial | ray (short: engine=ray)"})
-    workers: int = field(default=0, metadata={"help": "ray: clients trained at once; 0: one per GPU, else per core"})
+    workers: int = field(
+        default=0, metadata={"help": "ray: clients trained at once; 0: one per GPU, else per core"}
+    )
     gpus_per_worker: float = field(
-        default=-1.0, metadata={"help": "ray: share of a GPU for each worker; -1: a whole one if there is one"}
+        default=-1.0,
+        metadata={"help": "ray: share of a GPU for each worker; -1: a whole one if there is one"},
     )
     address: str = field(
-        default="", metadata={"help": "ray: of a running cluster, or auto to find one; empty: start Ray here"}
+        default="",
+        metadata={"help": "ray: of a running cluster, or auto to find one; empty: start Ray here"},
     )
-    retries: int = field(default=1, metadata={"help": "ray: times a client is tried again after its worker died"})
+    retries: int = field(
+        default=1, metadata={"help": "ray: times a client is tried again after its worker died"}
+    )
 
     def __post_init__(self) -> None:
-        require("engine.workers", self.workers, self.workers >= 0, instead="engine.workers=0 for one per GPU or core")
-        require("engine.retries", self.retries, self.retries >= 0, instead="engine.retries=0 or more")
+        require(
+            "engine.workers",
+            self.workers,
+            self.workers >= 0,
+            instead="engine.workers=0 for one per GPU or core",
+        )
+        require(
+            "engine.retries", self.retries, self.retries >= 0, instead="engine.retries=0 or more"
+        )
         known = self.gpus_per_worker >= 0 or self.gpus_per_worker == -1
-        require("engine.gpus_per_worker", self.gpus_per_worker, known, instead="e.g. engine.gpus_per_worker=0.5")
+        require(
+            "engine.gpus_per_worker",
+            self.gpus_per_worker,
+            known,
+            instead="e.g. engine.gpus_per_worker=0.5",
+        )
 
 
 class Engine:
@@ -51,13 +69,17 @@ class Engine:
 
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Who trains in a round; those who are ``away``, in quarantine, do not, and nobody takes their place."""
-        return [client for client in self.trainer.choose_clients(round_number) if client not in away]
+        return [
+            client for client in self.trainer.choose_clients(round_number) if client not in away
+        ]
 
     def name_of(self, client: int) -> str:
         """A client's name for people."""
         return f"client {client}"
 
-    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
+    def run(
+        self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+    ) -> Iterator[Update | Lost]:
         """Trains clients and yields each as it finishes, in any order.
 
         Args:
@@ -65,7 +87,9 @@ class Engine:
             clients: who trains.
             memory_of: what a client remembers, asked for when its turn comes.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define run(context, clients, memory_of)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define run(context, clients, memory_of)"
+        )
 
     def close(self) -> None:
         """Lets go of processes and connections."""

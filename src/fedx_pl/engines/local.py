@@ -19,7 +19,9 @@ class SerialEngine(Engine):
         super().__init__(trainer, options)
         self.local = trainer.local_trainer()
 
-    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update]:
+    def run(
+        self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+    ) -> Iterator[Update]:
         """Trains the clients in the order given."""
         for client in clients:
             data = self.trainer.client_data(client, context.round)

@@ -56,7 +56,9 @@ class RayEngine(Engine):
         options = self.options
         self.ray = ray = import_ray(local=not options.address)
         self._seats: list[_Seat] = []
-        self._ours = not ray.is_initialized()  # A script may have connected to a cluster of its own.
+        self._ours = (
+            not ray.is_initialized()
+        )  # A script may have connected to a cluster of its own.
         try:
             with _undisturbed():
                 self.sizes = self._start()
@@ -64,7 +66,9 @@ class RayEngine(Engine):
             work = Workload.of(trainer, threads=self.sizes.threads, gpu=bool(self.sizes.gpus))
             self._code = work.code()
             self._work = ray.put(work.packed())
-            self._seats += [self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)]
+            self._seats += [
+                self._seat(f"worker {number}") for number in range(1, self.sizes.workers + 1)
+            ]
         except BaseException:
             self.close()
             raise
@@ -86,10 +90,14 @@ class RayEngine(Engine):
         try:
             host, _, port = address.rpartition(":")
             if host and port.isdigit() and "/" not in host:
-                socket.create_connection((host, int(port)), timeout=10).close()  # Ray would try again for minutes.
+                socket.create_connection(
+                    (host, int(port)), timeout=10
+                ).close()  # Ray would try again for minutes.
             ray.init(address=address or None, ignore_reinit_error=True, **common)
         except (OSError, RuntimeError, ValueError) as error:
-            instead = "`ray start --head` starts a cluster; without engine.address this machine is used"
+            instead = (
+                "`ray start --head` starts a cluster; without engine.address this machine is used"
+            )
             raise UserError(f"engine.address={address}: {error}\n{instead}") from error
         has = ray.cluster_resources()
         cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
@@ -110,30 +118,51 @@ class RayEngine(Engine):
         )
 
     def _seat(self, name: str, deaths: int = 0) -> _Seat:
-        own = [path for path in map(os.path.abspath, sys.path) if not path.startswith((sys.prefix, sys.base_prefix))]
+        own = [
+            path
+            for path in map(os.path.abspath, sys.path)
+            if not path.startswith((sys.prefix, sys.base_prefix))
+        ]
         actor = self.new_actor()
-        return _Seat(name=name, actor=actor, ready=actor.start.remote(self._work, os.getcwd(), own), deaths=deaths)
+        return _Seat(
+            name=name,
+            actor=actor,
+            ready=actor.start.remote(self._work, os.getcwd(), own),
+            deaths=deaths,
+        )
 
     def new_actor(self) -> Any:
         """Asks Ray for a process; it comes when there is room."""
-        kind = self.ray.remote(Worker).options(num_cpus=1, num_gpus=self.sizes.gpus, scheduling_strategy="SPREAD")
+        kind = self.ray.remote(Worker).options(
+            num_cpus=1, num_gpus=self.sizes.gpus, scheduling_strategy="SPREAD"
+        )
         return kind.remote()
 
-    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
+    def run(
+        self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+    ) -> Iterator[Update | Lost]:
         """Trains the largest client first: begun last, it would keep everyone waiting."""
         ray, errors, retries = self.ray, self.ray.exceptions, self.options.retries
         state = ray.put(pack(context.global_state.tensors()))
         context = replace(context, global_state=EMPTY)
-        waiting = deque(sorted(clients, key=lambda client: (-len(self.trainer.datamodule.clients[client]), client)))
+        waiting = deque(
+            sorted(
+                clients, key=lambda client: (-len(self.trainer.datamodule.clients[client]), client)
+            )
+        )
         tries, idle = Counter[int](), deque[_Seat]()
-        jobs: dict[Any, tuple[_Seat, int | None]] = {seat.ready: (seat, None) for seat in self._seats}
+        jobs: dict[Any, tuple[_Seat, int | None]] = {
+            seat.ready: (seat, None) for seat in self._seats
+        }
 
         def send() -> None:
             while waiting and idle:
                 seat, client = idle.popleft(), waiting.popleft()
                 self.trainer.working(seat.name, client)
                 memory = memory_of(client)
-                counters, kept = (memory.without_tensors(), pack(memory.tensors())) if memory else (None, {})
+                counters, kept = (
+                    (memory.without_tensors(), pack(memory.tensors())) if memory else (None, {})
+                )
                 job = seat.actor.train.remote(context, state, client, counters, kept)
                 jobs[job] = seat, client
 
@@ -142,15 +171,21 @@ class RayEngine(Engine):
             done, _ = ray.wait(list(jobs), timeout=PATIENCE_SECONDS)
             if not done:
                 if all(client is None for _, client in jobs.values()):
-                    self.trainer.note("still no worker is ready; `ray status` tells whether others hold the cluster")
+                    self.trainer.note(
+                        "still no worker is ready; `ray status` tells whether others hold the cluster"
+                    )
                 continue
             seat, client = jobs.pop(done[0])
             self.trainer.working(seat.name, None)
             try:
                 reply = ray.get(done[0])
-            except errors.RayTaskError as error:  # The worker is well; our code or the user's raised this.
+            except (
+                errors.RayTaskError
+            ) as error:  # The worker is well; our code or the user's raised this.
                 if isinstance(error.cause, UserError):
-                    raise UserError(f"{seat.name} {error.cause}" if client is None else str(error.cause)) from None
+                    raise UserError(
+                        f"{seat.name} {error.cause}" if client is None else str(error.cause)
+                    ) from None
                 raise
             except errors.RayError as error:
                 new = self._replace(seat, starting=client is None, error=error)
@@ -158,7 +193,9 @@ class RayEngine(Engine):
                 if client is not None:
                     tries[client] += 1
                     if tries[client] <= retries:
-                        self.trainer.note(f"{seat.name} died with client {client} ({seat.process}); trying again")
+                        self.trainer.note(
+                            f"{seat.name} died with client {client} ({seat.process}); trying again"
+                        )
                         waiting.appendleft(client)
                     else:
                         yield Lost(client, f"{seat.name} died with it ({seat.process})")
@@ -190,7 +227,9 @@ class RayEngine(Engine):
             self.ray.kill(seat.actor)  # It may just be out of reach.
         deaths = seat.deaths + starting
         if deaths > self.options.retries:
-            raise UserError(f"{seat.name} died {deaths} times before it was ready. Ray says: {error}")
+            raise UserError(
+                f"{seat.name} died {deaths} times before it was ready. Ray says: {error}"
+            )
         new = self._seats[self._seats.index(seat)] = self._seat(seat.name, deaths)
         return new
 
@@ -211,7 +250,9 @@ class Sizes(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, options: EngineOptions, *, clients: int, cores: int, gpus: int, threads: int = 0) -> Sizes:
+    def of(
+        cls, options: EngineOptions, *, clients: int, cores: int, gpus: int, threads: int = 0
+    ) -> Sizes:
         """Fills the gaps in the options.
 
         Args:
@@ -227,7 +268,9 @@ class Sizes(NamedTuple):
         # Several workers may share a GPU, but no worker gets the rests of two.
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
         workers = min(options.workers or max(room, 1), clients)
-        enough = f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
+        enough = (
+            f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
+        )
         require("engine.gpus_per_worker", share, not share or workers <= room, instead=enough)
         return cls(workers, share, threads or max(1, cores // workers))
 
@@ -239,9 +282,13 @@ class Sizes(NamedTuple):
 def import_ray(local: bool) -> Any:
     """Imports Ray with settings that it reads at that moment; no usage statistics leave the machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice is 15: any other program would come first.
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # Ray's own choice is 15: any other program would come first.
     if local:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # As there: listen on the loopback device only.
+        os.environ.setdefault(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+        )  # As there: listen on the loopback device only.
     try:
         import ray
     except ImportError as error:

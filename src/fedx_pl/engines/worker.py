@@ -47,7 +47,9 @@ class Workload(NamedTuple):
     @classmethod
     def of(cls, trainer: FederatedTrainer, *, threads: int, gpu: bool) -> Workload:
         """The trainer's own model and images."""
-        return cls(trainer.model, trainer.datamodule, trainer.local_settings(), threads=threads, gpu=gpu)
+        return cls(
+            trainer.model, trainer.datamodule, trainer.local_settings(), threads=threads, gpu=gpu
+        )
 
     def code(self) -> str:
         """A hash of the code that is not this package's: of the method and of what acts on its training."""
@@ -82,7 +84,9 @@ class Answer(NamedTuple):
     def unpacked(self, device: torch.device) -> Update:
         """The update with its tensors; the state on a device, the memory on the CPU."""
         state = GlobalState.from_tensors(unpack(self.state, device))
-        return replace(self.update, state=state, memory=with_tensors(self.update.memory, unpack(self.memory)))
+        return replace(
+            self.update, state=state, memory=with_tensors(self.update.memory, unpack(self.memory))
+        )
 
 
 class Worker:
@@ -120,7 +124,12 @@ class Worker:
         return split_name(self.work.data), self.work.code(), f"process {os.getpid()} on {machine}"
 
     def train(
-        self, context: RoundContext, state: Packed, client: int, counters: ClientMemory | None, kept: Packed
+        self,
+        context: RoundContext,
+        state: Packed,
+        client: int,
+        counters: ClientMemory | None,
+        kept: Packed,
     ) -> Answer:
         """Trains one client for a round.
 
@@ -131,10 +140,16 @@ class Worker:
             counters: its memory without tensors; None for a client that has none.
             kept: the tensors of its memory.
         """
-        context = replace(context, global_state=GlobalState.from_tensors(unpack(state, self.device)))
+        context = replace(
+            context, global_state=GlobalState.from_tensors(unpack(state, self.device))
+        )
         memory = counters and with_tensors(counters, unpack(kept))
         data = self.work.data.client(
-            client, seed=context.seed, round_number=context.round, model=self.work.model, device=self.device
+            client,
+            seed=context.seed,
+            round_number=context.round,
+            model=self.work.model,
+            device=self.device,
         )
         update = self.trainer.run(context, client=client, data=data, memory=memory)
         return Answer(
@@ -158,7 +173,12 @@ def pack(state: State) -> Packed:
     for name, tensor in state.items():
         last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
         plain = (tensor.movedim(1, -1) if last else tensor).detach().cpu().contiguous()
-        packed[name] = plain.reshape(-1).view(torch.uint8).numpy(), plain.dtype, tuple(plain.shape), last
+        packed[name] = (
+            plain.reshape(-1).view(torch.uint8).numpy(),
+            plain.dtype,
+            tuple(plain.shape),
+            last,
+        )
     return packed
 
 
@@ -169,7 +189,11 @@ def unpack(state: Packed, device: torch.device = CPU) -> State:
         warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")
         for name, (content, dtype, shape, last) in state.items():
             # torch cannot see an empty array as one of another dtype.
-            flat = torch.from_numpy(content).view(dtype) if content.size else torch.empty(0, dtype=dtype)
+            flat = (
+                torch.from_numpy(content).view(dtype)
+                if content.size
+                else torch.empty(0, dtype=dtype)
+            )
             plain = flat.reshape(shape)
             found[name] = (plain.movedim(-1, 1) if last else plain).to(device)
     return found

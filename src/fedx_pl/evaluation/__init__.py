@@ -8,4 +8,9 @@ from fedx_pl.evaluation.probes import KNN, LinearProbe
 __all__ = ["EVALUATIONS", "Evaluation"]
 
 # By their words on the command line.
-EVALUATIONS: dict[str, type[Evaluation]] = {"linear": LinearProbe, "knn": KNN, "semi": FewLabels, "geometry": Geometry}
+EVALUATIONS: dict[str, type[Evaluation]] = {
+    "linear": LinearProbe,
+    "knn": KNN,
+    "semi": FewLabels,
+    "geometry": Geometry,
+}

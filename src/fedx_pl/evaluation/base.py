@@ -34,7 +34,9 @@ class Evaluation:
         """
         self.options = options
 
-    def measure(self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None) -> dict[str, Any]:
+    def measure(
+        self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
+    ) -> dict[str, Any]:
         """What is found, by name. Numbers of the top level become columns of metrics.csv.
 
         Args:
@@ -42,7 +44,9 @@ class Evaluation:
             report: takes one line for each thing worth knowing.
             tick: called with (steps done, steps in all) while something is trained.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define measure(trainer, report, tick)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define measure(trainer, report, tick)"
+        )
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
         """What the result depends on, beside the weights; kept beside it.
@@ -65,7 +69,9 @@ class Evaluation:
 def details(score: Scores, classes: Sequence[str]) -> dict[str, Any]:
     """Accuracy by class, and who is taken for whom."""
     return {
-        "per_class": {name: rounded(value) for name, value in zip(classes, score.per_class, strict=False)},
+        "per_class": {
+            name: rounded(value) for name, value in zip(classes, score.per_class, strict=False)
+        },
         "confusion": [list(row) for row in score.confusion],
     }
 

@@ -30,18 +30,28 @@ class Geometry(Evaluation):
     needs_labels = False
     trains_clients = True
 
-    def measure(self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None) -> dict[str, Any]:
+    def measure(
+        self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
+    ) -> dict[str, Any]:
         """Angles are in degrees; those of classes only if there are labels."""
         data, test = trainer.datamodule.images, trainer.datamodule.images.test
         images = test.images if test is not None else _some(trainer, data.train.images, UNLABELED)
         z = embed(trainer, images)
-        found: dict[str, Any] = {"images": len(images), "alignment": _alignment(trainer, images), **geometry.health(z)}
+        found: dict[str, Any] = {
+            "images": len(images),
+            "alignment": _alignment(trainer, images),
+            **geometry.health(z),
+        }
         angles = self._local_angles(trainer, images, z, report=report, tick=tick)
         found |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
         if test is not None and test.labels is not None:
             labels, names = torch.from_numpy(test.labels).to(z.device), data.classes
-            there = [label for label in range(len(names)) if len(angles) and (labels == label).any()]
-            found["local_global"] = {names[label]: geometry.box(angles[:, labels == label]) for label in there}
+            there = [
+                label for label in range(len(names)) if len(angles) and (labels == label).any()
+            ]
+            found["local_global"] = {
+                names[label]: geometry.box(angles[:, labels == label]) for label in there
+            }
             between = geometry.interclass_angles(z, labels, len(names))
             found |= {"interclass": between.tolist(), "interclass_mean": between.mean().item()}
         return found
@@ -52,12 +62,19 @@ class Geometry(Evaluation):
 
     def figure(self, name: str, found: dict[str, Any]) -> Figure:
         """Boxes of the angles by class, and a histogram between classes."""
-        from fedx_pl.evaluation.geometry_plots import geometry_figure  # Here: matplotlib slows every start down.
+        from fedx_pl.evaluation.geometry_plots import (
+            geometry_figure,
+        )  # Here: matplotlib slows every start down.
 
         return geometry_figure({name: found})
 
     def _local_angles(
-        self, trainer: FederatedTrainer, images: np.ndarray, z: Tensor, report: Report, tick: Tick | None
+        self,
+        trainer: FederatedTrainer,
+        images: np.ndarray,
+        z: Tensor,
+        report: Report,
+        tick: Tick | None,
     ) -> Tensor:
         """Angles between f(x) and F(x), (clients, N), for all clients or as many as asked for, chosen by the seed."""
         known = trainer.datamodule.num_clients
@@ -77,7 +94,9 @@ class Geometry(Evaluation):
         return torch.stack(found) if found else z.new_empty(0, len(images))
 
 
-def embed(trainer: FederatedTrainer, images: np.ndarray, prepare: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def embed(
+    trainer: FederatedTrainer, images: np.ndarray, prepare: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """``z = projector(backbone(x))``, (N, embed_dim), of the model as it is now, in eval mode."""
     network = nn.Sequential(trainer.model.backbone, trainer.model.projector)
     return extract(network, images, prepare or trainer.datamodule.augment.plain)
@@ -102,7 +121,9 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
 def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
     generator = torch.Generator(trainer.device).manual_seed(derive(trainer.seed, "views"))
     some, augment = _some(trainer, images, VIEWED), trainer.datamodule.augment
-    first, second = (embed(trainer, some, lambda batch: augment(batch, generator)) for _ in range(2))
+    first, second = (
+        embed(trainer, some, lambda batch: augment(batch, generator)) for _ in range(2)
+    )
     return geometry.alignment(first, second)
 
 

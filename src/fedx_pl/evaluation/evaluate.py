@@ -31,7 +31,9 @@ class EvaluationOptions:
 
     labels: str = field(
         default="all",
-        metadata={"help": "all: of every labeled training image | limit: only of those data.limit keeps"},
+        metadata={
+            "help": "all: of every labeled training image | limit: only of those data.limit keeps"
+        },
     )
     knn_every: int = field(default=1, metadata={"help": "rounds between kNN evaluations"})
     knn_k: int = field(default=200, metadata={"help": "neighbours that vote"})
@@ -49,7 +51,10 @@ class EvaluationOptions:
         require("evaluation.labels", self.labels, known, instead="evaluation.labels=all or limit")
         for name in ("knn_every", "knn_k", "linear_every", "geometry_clients"):
             require(
-                f"evaluation.{name}", value := getattr(self, name), value >= 1, instead=f"evaluation.{name}=1 or more"
+                f"evaluation.{name}",
+                value := getattr(self, name),
+                value >= 1,
+                instead=f"evaluation.{name}=1 or more",
             )
 
 
@@ -57,7 +62,11 @@ class Evaluator:
     """Knows what to measure when; without labels only the `health`, which warns of a collapse."""
 
     def __init__(
-        self, options: EvaluationOptions, data: ImageData, prepare: Callable[[Tensor], Tensor], seed: int
+        self,
+        options: EvaluationOptions,
+        data: ImageData,
+        prepare: Callable[[Tensor], Tensor],
+        seed: int,
     ) -> None:
         """Keeps the images at hand.
 
@@ -83,14 +92,21 @@ class Evaluator:
         """(kNN, linear) due after a round; the untrained network (round 0) and the last round have both."""
         if round_number in (0, rounds):
             return True, True
-        return round_number % self.options.knn_every == 0, round_number % self.options.linear_every == 0
+        return (
+            round_number % self.options.knn_every == 0,
+            round_number % self.options.linear_every == 0,
+        )
 
-    def measure(self, model: SSLMethod, device: torch.device, round_number: int, rounds: int) -> dict[str, float]:
+    def measure(
+        self, model: SSLMethod, device: torch.device, round_number: int, rounds: int
+    ) -> dict[str, float]:
         """What is due after a round, by name."""
         knn, linear = self.due(round_number, rounds)
         return self.evaluate(model, device, knn=knn, linear=linear)
 
-    def evaluate(self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool) -> dict[str, float]:
+    def evaluate(
+        self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool
+    ) -> dict[str, float]:
         """Accuracies in percent, and beside kNN the `health` of the test features, which warns of a collapse.
 
         Without labels there is only the health, of some training images, always the same ones.
@@ -109,7 +125,9 @@ class Evaluator:
         elif knn and len(self._sample) >= _ENOUGH:
             found = health(self._sampled(model, device))
         # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
-        return {name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)}
+        return {
+            name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)
+        }
 
     def scores(
         self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool
@@ -124,10 +142,14 @@ class Evaluator:
             found["knn"] = knn_scores(*sets, k=self.options.knn_k, classes=classes)
         if linear:
             seed = derive(self.seed, "linear")
-            found["linear"] = linear_probe(*sets, classes=classes, options=self.options.linear, seed=seed)
+            found["linear"] = linear_probe(
+                *sets, classes=classes, options=self.options.linear, seed=seed
+            )
         return found, health(test_x) if knn else {}
 
-    def _features(self, model: SSLMethod, device: torch.device, split: Split) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, model: SSLMethod, device: torch.device, split: Split
+    ) -> tuple[Tensor, Tensor]:
         assert split.labels is not None
         features = extract(model.backbone.to(device), split.images, self.prepare)
         return features, torch.from_numpy(split.labels).to(device)
@@ -143,10 +165,14 @@ class Evaluator:
         parts = (self._sample[start : start + 500] for start in range(0, len(self._sample), 500))
         return torch.cat([extract(network, images[rows], self.prepare) for rows in parts])
 
-    def estimate_seconds(self, model: SSLMethod, device: torch.device, first_round: int, rounds: int) -> float:
+    def estimate_seconds(
+        self, model: SSLMethod, device: torch.device, first_round: int, rounds: int
+    ) -> float:
         """Expected time of all evaluations, from one batch of features and, with labels, one epoch of the probe."""
         left = rounds - first_round + 1
-        looks = 2 + left // self.options.knn_every  # The untrained network and the last round have one anyway.
+        looks = (
+            2 + left // self.options.knn_every
+        )  # The untrained network and the last round have one anyway.
         sample = (self.data.test or self.data.train).images[:500]
         if not len(sample):
             return 0.0
@@ -159,7 +185,15 @@ class Evaluator:
         labels = torch.zeros(len(features), dtype=torch.long, device=features.device)
         options = replace(self.options.linear, epochs=5)
         started = time.perf_counter()
-        linear_probe(features, labels, features, test_y=labels, classes=len(self.data.classes), options=options, seed=0)
+        linear_probe(
+            features,
+            labels,
+            features,
+            test_y=labels,
+            classes=len(self.data.classes),
+            options=options,
+            seed=0,
+        )
         per_row = (time.perf_counter() - started) / (5 * len(features))
         probes = 2 + left // self.options.linear_every
         passes = max(probes, looks)

@@ -50,7 +50,9 @@ def extract(
     finally:
         for module, training in modes:
             module.training = training
-    return torch.cat(batches)  # outside inference mode: an ordinary tensor, which autograd may use later
+    return torch.cat(
+        batches
+    )  # outside inference mode: an ordinary tensor, which autograd may use later
 
 
 def _batch(images: Tensor | np.ndarray, start: int, size: int) -> Tensor:
@@ -85,7 +87,9 @@ def measurable(
             warnings.warn(f"no labelled {name} images: the accuracy is nan", stacklevel=3)
             return None
         if y.max() >= classes:
-            raise ValueError(f"a {name} label is {int(y.max())}, but there are only {classes} classes")
+            raise ValueError(
+                f"a {name} label is {int(y.max())}, but there are only {classes} classes"
+            )
         if not torch.isfinite(x).all():
             warnings.warn(f"the {name} features hold NaN or Inf: the accuracy is nan", stacklevel=3)
             return None

@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 class FewLabels(Evaluation):
     """Fine-tunes the encoder on each share of the labels."""
 
-    def measure(self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None) -> dict[str, Any]:
+    def measure(
+        self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
+    ) -> dict[str, Any]:
         """Accuracy by share, in percent."""
-        data, options, labeled = trainer.datamodule.images, self.options.semi, trainer.evaluator.labeled
+        data, options, labeled = (
+            trainer.datamodule.images,
+            self.options.semi,
+            trainer.evaluator.labeled,
+        )
         augment, labels = trainer.datamodule.augment, labeled.labels
         assert labels is not None
         assert data.test is not None
         seed = derive(trainer.seed, "semi")
         store = trainer.datamodule.store_of(labeled, trainer.device)
-        subsets = [finetune.labelled_subset(labels, fraction, seed) for fraction in options.fractions]
+        subsets = [
+            finetune.labelled_subset(labels, fraction, seed) for fraction in options.fractions
+        ]
         advance = counter(tick, sum(options.steps(len(rows)) for rows in subsets))
         found = {}
         for fraction, rows in zip(options.fractions, subsets, strict=True):
@@ -34,7 +42,11 @@ class FewLabels(Evaluation):
                 classes=len(data.classes), options=options, seed=seed, tick=advance,
             )  # fmt: skip
             score = finetune.scores(network, data.test, augment.plain)
-            found[f"{fraction:g}"] = {"labels": len(rows), "top1": score.top1, **details(score, data.classes)}
+            found[f"{fraction:g}"] = {
+                "labels": len(rows),
+                "top1": score.top1,
+                **details(score, data.classes),
+            }
         return found
 
     def settings(self, local_epochs: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class SemiOptions:
     """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
 
     fractions: list[float] = field(
-        default_factory=lambda: [0.01, 0.05, 0.1], metadata={"help": "shares of the training labels, one result each"}
+        default_factory=lambda: [0.01, 0.05, 0.1],
+        metadata={"help": "shares of the training labels, one result each"},
     )
     epochs: int = field(default=100, metadata={"help": "passes over the labelled images"})
     lr: float = field(default=1e-3, metadata={"help": "learning rate of SGD"})
@@ -39,12 +40,30 @@ class SemiOptions:
 
     def __post_init__(self) -> None:
         possible = len(self.fractions) > 0 and all(0 < fraction <= 1 for fraction in self.fractions)
-        require("evaluation.semi.fractions", self.fractions, possible, instead="evaluation.semi.fractions=[0.01,0.1]")
-        for name in ("epochs", "batch_size"):
-            require(f"evaluation.semi.{name}", value := getattr(self, name), value >= 1, instead="1 or more")
-        require("evaluation.semi.lr", self.lr, 0 < self.lr < math.inf, instead="evaluation.semi.lr=0.001")
         require(
-            "evaluation.semi.momentum", self.momentum, 0 <= self.momentum < 1, instead="evaluation.semi.momentum=0.9"
+            "evaluation.semi.fractions",
+            self.fractions,
+            possible,
+            instead="evaluation.semi.fractions=[0.01,0.1]",
+        )
+        for name in ("epochs", "batch_size"):
+            require(
+                f"evaluation.semi.{name}",
+                value := getattr(self, name),
+                value >= 1,
+                instead="1 or more",
+            )
+        require(
+            "evaluation.semi.lr",
+            self.lr,
+            0 < self.lr < math.inf,
+            instead="evaluation.semi.lr=0.001",
+        )
+        require(
+            "evaluation.semi.momentum",
+            self.momentum,
+            0 <= self.momentum < 1,
+            instead="evaluation.semi.momentum=0.9",
         )
 
     def steps(self, images: int) -> int:
@@ -68,7 +87,9 @@ def labelled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarra
     """
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     wanted = fraction * counts
-    sizes = np.maximum(np.floor(wanted + 1e-9), 1).astype(int)  # 0.07 * 100 is 7.000000000000001, 0.29 * 100 28.99...
+    sizes = np.maximum(np.floor(wanted + 1e-9), 1).astype(
+        int
+    )  # 0.07 * 100 is 7.000000000000001, 0.29 * 100 28.99...
     missing = max(0, round(fraction * counts.sum()) - sizes.sum())
     sizes[np.argsort(sizes - wanted, kind="stable")[:missing]] += 1
     rows = []
@@ -107,7 +128,10 @@ def fine_tune(
         The fine-tuned network, (n, C, h, w) -> (n, classes).
     """
     device = store.device
-    index, targets = torch.from_numpy(rows).to(store.index_device), torch.from_numpy(labels).to(device)
+    index, targets = (
+        torch.from_numpy(rows).to(store.index_device),
+        torch.from_numpy(labels).to(device),
+    )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derive(seed, "classifier"))  # for dropout as well
         classifier = nn.Linear(int(backbone.feature_dim), classes)  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ from torch import Tensor
 from fedx_pl import losses
 
 _RANKME_EPS = 1e-7  # as in the RankMe paper
-_UNIFORMITY_ROWS = 2000  # two million pairs: the third digit stands, and time does not grow with the data
+_UNIFORMITY_ROWS = (
+    2000  # two million pairs: the third digit stands, and time does not grow with the data
+)
 
 
 def angles(z1: Tensor, z2: Tensor) -> Tensor:
@@ -29,7 +31,9 @@ def angles(z1: Tensor, z2: Tensor) -> Tensor:
         float64 (N,) in degrees, 0 to 180.
     """
     cosine = (_unit(z1.double()) * _unit(z2.double())).sum(1)
-    return cosine.clamp(-1, 1).arccos().rad2deg()  # rounding may leave a cosine just above 1, where arccos is nan
+    return (
+        cosine.clamp(-1, 1).arccos().rad2deg()
+    )  # rounding may leave a cosine just above 1, where arccos is nan
 
 
 def prototypes(z: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -135,7 +139,14 @@ def box(values: Tensor) -> dict[str, float]:
     q1, median, q3 = np.quantile(numbers, [0.25, 0.5, 0.75])
     reach = 1.5 * (q3 - q1)
     inside = numbers[(numbers >= q1 - reach) & (numbers <= q3 + reach)]
-    found = {"mean": numbers.mean(), "median": median, "q1": q1, "q3": q3, "low": inside.min(), "high": inside.max()}
+    found = {
+        "mean": numbers.mean(),
+        "median": median,
+        "q1": q1,
+        "q3": q3,
+        "low": inside.min(),
+        "high": inside.max(),
+    }
     return {name: float(value) for name, value in found.items()}
 
 

@@ -21,9 +21,13 @@ def geometry_figure(named: Mapping[str, Mapping[str, Any]]) -> Figure:
         named: by the label of a run, what ``fedx-pl evaluate RUN geometry`` found (``results`` of its JSON file).
             A run without labels has neither boxes nor a histogram.
     """
-    classes = list(dict.fromkeys(name for found in named.values() for name in found.get("local_global", {})))
+    classes = list(
+        dict.fromkeys(name for found in named.values() for name in found.get("local_global", {}))
+    )
     boxes = len(classes) * len(named)
-    figure = Figure(figsize=(min(max(0.2 * boxes, 5.6), 20) + 4, 4.2), dpi=110, layout="constrained")
+    figure = Figure(
+        figsize=(min(max(0.2 * boxes, 5.6), 20) + 4, 4.2), dpi=110, layout="constrained"
+    )
     left, right = figure.subplots(1, 2, width_ratios=[figure.get_figwidth() - 4, 4])
     colours = {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(named)}
     _draw_boxes(left, named, classes, colours=colours)
@@ -33,14 +37,25 @@ def geometry_figure(named: Mapping[str, Mapping[str, Any]]) -> Figure:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if not axes.has_data():
-            axes.text(0.5, 0.5, "no labels", transform=axes.transAxes, ha="center", va="center", color=_GREY)
+            axes.text(
+                0.5,
+                0.5,
+                "no labels",
+                transform=axes.transAxes,
+                ha="center",
+                va="center",
+                color=_GREY,
+            )
     handles = [Patch(facecolor=colour, alpha=0.6, label=label) for label, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
 def _draw_boxes(
-    axes: Axes, named: Mapping[str, Mapping[str, Any]], classes: list[str], colours: Mapping[str, str]
+    axes: Axes,
+    named: Mapping[str, Mapping[str, Any]],
+    classes: list[str],
+    colours: Mapping[str, str],
 ) -> None:
     """A group of boxes for each class, one box for each run: the median is a line, the mean a dot."""
     width = 0.8 / len(named)
@@ -52,7 +67,14 @@ def _draw_boxes(
         ]
         if not here:
             continue
-        keys = {"med": "median", "q1": "q1", "q3": "q3", "whislo": "low", "whishi": "high", "mean": "mean"}
+        keys = {
+            "med": "median",
+            "q1": "q1",
+            "q3": "q3",
+            "whislo": "low",
+            "whishi": "high",
+            "mean": "mean",
+        }
         axes.bxp(
             [{theirs: box[ours] for theirs, ours in keys.items()} for _, box in here],
             positions=[place + (number + 0.5) * width - 0.4 for place, _ in here],
@@ -75,16 +97,22 @@ def _draw_boxes(
     axes.set_ylim(bottom=0)
 
 
-def _draw_histogram(axes: Axes, named: Mapping[str, Mapping[str, Any]], colours: Mapping[str, str]) -> None:
+def _draw_histogram(
+    axes: Axes, named: Mapping[str, Mapping[str, Any]], colours: Mapping[str, str]
+) -> None:
     """All pairs of class prototypes in bins of 5 degrees, the means as dashed lines."""
     labelled = {label: found for label, found in named.items() if found.get("interclass")}
     every = [angle for found in labelled.values() for angle in found["interclass"]]
     if every:
-        bins = np.arange(5 * np.floor(min(every) / 5), 5 * np.floor(max(every) / 5) + 10, 5).tolist()
+        bins = np.arange(
+            5 * np.floor(min(every) / 5), 5 * np.floor(max(every) / 5) + 10, 5
+        ).tolist()
         for label, found in labelled.items():
             colour, mean = colours[label], found["interclass_mean"]
             axes.hist(found["interclass"], bins, color=colour, alpha=0.45, edgecolor=colour)
-            axes.axvline(mean, color=colour, linestyle="--", linewidth=1.6, label=f"mean {mean:.1f}°")
+            axes.axvline(
+                mean, color=colour, linestyle="--", linewidth=1.6, label=f"mean {mean:.1f}°"
+            )
         axes.legend(fontsize=8)
     axes.set(title="between class prototypes", xlabel="angle (degrees)", ylabel="pairs of classes")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -13,7 +13,13 @@ _CHUNK_ELEMENTS = 16_000_000
 
 @torch.inference_mode()
 def knn_votes(
-    train_x: Tensor, train_y: Tensor, test_x: Tensor, *, k: int = 200, tau: float = 0.1, classes: int
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    *,
+    k: int = 200,
+    tau: float = 0.1,
+    classes: int,
 ) -> Tensor:
     """Votes for the class of each test feature, as of Wu et al. (2018, "instance discrimination").
 
@@ -37,7 +43,9 @@ def knn_votes(
         similarity, neighbours = (queries @ bank).topk(k)
         # Relative to the nearest neighbour: the same winner, and no overflow of exp(1 / tau) for a small tau.
         weights = ((similarity - similarity[:, :1]) / tau).exp()
-        found.append(weights.new_zeros(len(queries), classes).scatter_add_(1, train_y[neighbours], weights))
+        found.append(
+            weights.new_zeros(len(queries), classes).scatter_add_(1, train_y[neighbours], weights)
+        )
     return torch.cat(found)
 
 
@@ -69,4 +77,6 @@ def knn_scores(
     if data is None:
         return Scores()
     train_x, train_y, test_x, test_y = data
-    return score(knn_votes(train_x, train_y, test_x, k=k, tau=tau, classes=classes), test_y, classes)
+    return score(
+        knn_votes(train_x, train_y, test_x, k=k, tau=tau, classes=classes), test_y, classes
+    )

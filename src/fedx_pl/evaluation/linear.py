@@ -21,8 +21,12 @@ from fedx_pl.errors import require
 from fedx_pl.evaluation.features import measurable
 from fedx_pl.evaluation.scores import Scores, score
 
-_SHUFFLED_ROWS = 4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
-_SMALL_STEP = 4_000_000  # products per matrix multiplication, below which a second thread does not pay
+_SHUFFLED_ROWS = (
+    4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
+)
+_SMALL_STEP = (
+    4_000_000  # products per matrix multiplication, below which a second thread does not pay
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +34,39 @@ class LinearOptions:
     """How the linear probe is trained; the defaults are those of the FedX authors."""
 
     preset: str = field(
-        default="fedx", metadata={"help": "whose values the others start from: fedx | fedema; keys of your own win"}
+        default="fedx",
+        metadata={
+            "help": "whose values the others start from: fedx | fedema; keys of your own win"
+        },
     )
     epochs: int = field(default=100, metadata={"help": "passes over the labelled train features"})
     lr: float = field(default=1e-3, metadata={"help": "learning rate of Adam"})
-    weight_decay: float = field(default=1e-6, metadata={"help": "L2 penalty inside Adam's gradient (not AdamW)"})
+    weight_decay: float = field(
+        default=1e-6, metadata={"help": "L2 penalty inside Adam's gradient (not AdamW)"}
+    )
     batch_size: int = field(default=64, metadata={"help": "features per step"})
 
     def __post_init__(self) -> None:
         known = self.preset in ("fedx", "fedema")
-        require("evaluation.linear.preset", self.preset, known, instead="evaluation.linear.preset=fedx or fedema")
+        require(
+            "evaluation.linear.preset",
+            self.preset,
+            known,
+            instead="evaluation.linear.preset=fedx or fedema",
+        )
         for name in ("epochs", "batch_size"):
-            require(f"evaluation.linear.{name}", value := getattr(self, name), value >= 1, instead="1 or more")
-        require("evaluation.linear.lr", self.lr, 0 < self.lr < math.inf, instead="evaluation.linear.lr=0.001")
+            require(
+                f"evaluation.linear.{name}",
+                value := getattr(self, name),
+                value >= 1,
+                instead="1 or more",
+            )
+        require(
+            "evaluation.linear.lr",
+            self.lr,
+            0 < self.lr < math.inf,
+            instead="evaluation.linear.lr=0.001",
+        )
         decay = self.weight_decay
         require(
             "evaluation.linear.weight_decay",
@@ -57,7 +81,9 @@ class LinearOptions:
 # every epoch is.
 PRESETS = {
     "fedx": LinearOptions(),
-    "fedema": LinearOptions(preset="fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048),
+    "fedema": LinearOptions(
+        preset="fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048
+    ),
 }
 
 
@@ -93,9 +119,17 @@ def linear_probe(
     generator = torch.Generator().manual_seed(seed)
     count, width = train_x.shape
     bound = 1 / math.sqrt(width)  # what nn.Linear draws from, for its weight and its bias
-    weight = torch.empty(classes, width + 1).uniform_(-bound, bound, generator=generator).to(train_x.device)
-    orders = (torch.randperm(count, generator=generator).to(train_x.device) for _ in range(options.epochs))
-    with _threads(1 if options.batch_size * weight.numel() < _SMALL_STEP else torch.get_num_threads()):
+    weight = (
+        torch.empty(classes, width + 1)
+        .uniform_(-bound, bound, generator=generator)
+        .to(train_x.device)
+    )
+    orders = (
+        torch.randperm(count, generator=generator).to(train_x.device) for _ in range(options.epochs)
+    )
+    with _threads(
+        1 if options.batch_size * weight.numel() < _SMALL_STEP else torch.get_num_threads()
+    ):
         fit(weight, train_x, train_y, orders=orders, options=options)
 
     logits = torch.addmm(weight[:, -1], test_x, weight[:, :-1].T)
@@ -121,7 +155,13 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def fit(weight: Tensor, features: Tensor, labels: Tensor, orders: Iterable[Tensor], options: LinearOptions) -> None:
+def fit(
+    weight: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    orders: Iterable[Tensor],
+    options: LinearOptions,
+) -> None:
     """Train ``weight`` in place with Adam on the mean cross-entropy.
 
     With x the (n, D + 1) rows of a batch, a one appended to each, and y their one-hot labels, the gradient of the loss
@@ -140,7 +180,9 @@ def fit(weight: Tensor, features: Tensor, labels: Tensor, orders: Iterable[Tenso
     # Filled again and again. The last column of x stays one, which makes the bias a weight like the others.
     shuffled_x = features.new_ones(min(rows, len(features)), features.shape[1] + 1)
     shuffled_y = one_hot.new_empty(len(shuffled_x), len(weight))
-    gradient, first, second = (torch.zeros_like(weight) for _ in range(3))  # first, second: Adam's moments
+    gradient, first, second = (
+        torch.zeros_like(weight) for _ in range(3)
+    )  # first, second: Adam's moments
     step = weight.new_zeros(())
     for order in orders:
         for chosen in order.split(rows):

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 class _Probe(Evaluation):
     kind = ""
 
-    def measure(self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None) -> dict[str, Any]:
+    def measure(
+        self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
+    ) -> dict[str, Any]:
         """Accuracies in percent; beside kNN, the health of the features."""
         knn, linear = self.kind == "knn", self.kind == "linear"
-        scores, health = trainer.evaluator.scores(trainer.model, trainer.device, knn=knn, linear=linear)
+        scores, health = trainer.evaluator.scores(
+            trainer.model, trainer.device, knn=knn, linear=linear
+        )
         score = scores[self.kind]
         numbers = {f"{self.kind}_top1": score.top1, f"{self.kind}_top5": score.top5} | health
         found = {key: rounded(value) for key, value in numbers.items()}

@@ -14,7 +14,9 @@ class Scores:
     top1: float = math.nan
     top5: float = math.nan
     per_class: tuple[float, ...] = ()  # top-1 of each class's images; nan for a class without any
-    confusion: tuple[tuple[int, ...], ...] = ()  # images, by true class (rows) and by predicted class (columns)
+    confusion: tuple[
+        tuple[int, ...], ...
+    ] = ()  # images, by true class (rows) and by predicted class (columns)
 
 
 def score(outputs: Tensor, labels: Tensor, classes: int) -> Scores:
@@ -28,7 +30,10 @@ def score(outputs: Tensor, labels: Tensor, classes: int) -> Scores:
     if classes == 1:  # torchmetrics wants two.
         return Scores(top1=100.0, top5=100.0, per_class=(100.0,), confusion=((len(labels),),))
     top1, top5 = (
-        100 * multiclass_accuracy(outputs, labels, classes, average="micro", top_k=min(k, classes)).item()
+        100
+        * multiclass_accuracy(
+            outputs, labels, classes, average="micro", top_k=min(k, classes)
+        ).item()
         for k in (1, 5)
     )
     confusion = multiclass_confusion_matrix(outputs, labels, classes)

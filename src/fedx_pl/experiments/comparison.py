@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 # "Below the noise" would read as "smaller than it".
-ABOVE, BELOW, WITHIN = "above the seed noise", "lower, beyond the seed noise", "within the seed noise"
+ABOVE, BELOW, WITHIN = (
+    "above the seed noise",
+    "lower, beyond the seed noise",
+    "within the seed noise",
+)
 ONE_SEED, NO_SEED = "one seed: no statement", "no seed in common: no statement"
 RULE = (
     "A number is the mean ± the sample standard deviation over the seeds, with the number of seeds in brackets; a seed "

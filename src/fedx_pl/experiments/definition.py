@@ -53,9 +53,13 @@ class Experiment:
     def cells(self, profile: str) -> Iterator[Labels]:
         """All combinations of labels, one of each axis, that are part of the profile."""
         kept = self.profiles.get(profile, {})
-        yield from itertools.product(*(kept.get(axis, list(labels)) for axis, labels in self.axes.items()))
+        yield from itertools.product(
+            *(kept.get(axis, list(labels)) for axis, labels in self.axes.items())
+        )
 
-    def overrides(self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()) -> list[str]:
+    def overrides(
+        self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()
+    ) -> list[str]:
         """What to type after ``fedx-pl train`` for one run.
 
         Args:
@@ -73,7 +77,9 @@ class Experiment:
         """The configuration of one run."""
         return compose(self.overrides(cell, profile, seed))
 
-    def needed(self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()) -> dict[str, list[str]]:
+    def needed(
+        self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()
+    ) -> dict[str, list[str]]:
         """The runs that the one of ``cell`` builds on, by name: `needs` on top of all axes but the last."""
         start = [f"profile={profile}", f"seed={seed}", *self.base, *self._of_axes(cell[:-1])]
         words = self._of_axes(cell)
@@ -96,8 +102,15 @@ def load_experiment(path: Path) -> Experiment:
     """
     try:
         return _load(path)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # A list where a mapping belongs, and so on.
-        raise UserError(f"{path} is not an experiment ({short(error)}); see docs/experiments.md") from error
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+    ) as error:  # A list where a mapping belongs, and so on.
+        raise UserError(
+            f"{path} is not an experiment ({short(error)}); see docs/experiments.md"
+        ) from error
 
 
 def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
@@ -111,26 +124,44 @@ def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
         names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
-        raise UserError(f"{path} is not a readable experiment ({error}); known: {', '.join(names)}") from error
+        raise UserError(
+            f"{path} is not a readable experiment ({error}); known: {', '.join(names)}"
+        ) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not an experiment: it has no keys")
     if other := content.pop("runs", None):
         file = path.with_name(f"{Path(str(other)).name}.yaml")
         if file.stem != other or file in (path, *readers):
-            raise UserError(f"{path}: runs: {other} is not the name of another definition beside it")
+            raise UserError(
+                f"{path}: runs: {other} is not the name of another definition beside it"
+            )
         origin = _load(file, readers=(*readers, path))
-        inherited = {key: getattr(origin, key) for key in ("axes", "base", "columns", "baseline", "needs", "profiles")}
+        inherited = {
+            key: getattr(origin, key)
+            for key in ("axes", "base", "columns", "baseline", "needs", "profiles")
+        }
         content = inherited | content
     known = [name for name in Experiment.__dataclass_fields__ if name != "name"]
     for key in content:
         if key not in known:
             raise UserError(f"{path}: there is no key {key!r}{known_names(str(key), known)}")
     axes = content.get("axes")
-    if "title" not in content or not isinstance(axes, dict) or not all(isinstance(v, dict) for v in axes.values()):
-        raise UserError(f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}")
-    axes = {axis: {str(k): _words(v) for k, v in labels.items()} for axis, labels in content.pop("axes").items()}
+    if (
+        "title" not in content
+        or not isinstance(axes, dict)
+        or not all(isinstance(v, dict) for v in axes.values())
+    ):
+        raise UserError(
+            f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}"
+        )
+    axes = {
+        axis: {str(k): _words(v) for k, v in labels.items()}
+        for axis, labels in content.pop("axes").items()
+    }
     needs = {name: _words(words) for name, words in content.pop("needs", {}).items()}
-    experiment = Experiment(name=path.stem, axes=axes, base=_words(content.pop("base", [])), needs=needs, **content)
+    experiment = Experiment(
+        name=path.stem, axes=axes, base=_words(content.pop("base", [])), needs=needs, **content
+    )
     _check(experiment, path)
     return experiment
 
@@ -159,7 +190,9 @@ def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[
         axis, _, listed = word.partition("=")
         found[axis] = [*found.get(axis, []), *(label.strip() for label in listed.split(","))]
         if axis not in known:
-            raise UserError(f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}")
+            raise UserError(
+                f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}"
+            )
         if unknown := [label for label in found[axis] if label not in known[axis]]:
             raise UserError(
                 f"--only {word}: {axis} has no {unknown[0]!r}; it has {', '.join(dict.fromkeys(known[axis]))}"
@@ -169,7 +202,11 @@ def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[
 
 def _words(value: Any) -> list[str]:
     """``"a=1 b=2"`` or a list of such; nothing is no override."""
-    return [word for text in ([value] if isinstance(value, str) else value or []) for word in str(text).split()]
+    return [
+        word
+        for text in ([value] if isinstance(value, str) else value or [])
+        for word in str(text).split()
+    ]
 
 
 def _check(experiment: Experiment, path: Path) -> None:
@@ -179,14 +216,18 @@ def _check(experiment: Experiment, path: Path) -> None:
 
     for label in itertools.chain(*experiment.axes.values()):
         if "," in label:
-            raise UserError(f"{path}: label {label!r} has a comma, where --only would end it; write it without")
+            raise UserError(
+                f"{path}: label {label!r} has a comma, where --only would end it; write it without"
+            )
     for word in experiment.show:
         require("show:", word, SHOWN)
         if word in EVALUATIONS:
             require("show: needs evaluate:", word, experiment.evaluate)
     for word in experiment.evaluate:
         require("evaluate:", word, EVALUATIONS)
-    for word in itertools.chain(*(words for labels in experiment.axes.values() for words in labels.values())):
+    for word in itertools.chain(
+        *(words for labels in experiment.axes.values() for words in labels.values())
+    ):
         if "=@" in word:
             require(f"{word}:", word.partition("=@")[2], experiment.needs)
     if experiment.columns:

@@ -9,7 +9,16 @@ from typing import Any
 
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
-from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inline, Paragraph, Table
+from fedx_pl.experiments.pages import (
+    Anchor,
+    Block,
+    Bullets,
+    Code,
+    Heading,
+    Inline,
+    Paragraph,
+    Table,
+)
 from fedx_pl.experiments.results import Runs, configured, number, settings
 from fedx_pl.experiments.tables import Paper
 from fedx_pl.mixins import MIXINS
@@ -18,7 +27,9 @@ Settings = Mapping[str, Any]
 _NAMES = ("name", "profile", "seed", "fedca.base")  # these say which run it is, not how it is done
 
 
-def difference_blocks(used: Sequence[Runs], paper: Paper, definitions: Path, out: Path) -> list[Block]:
+def difference_blocks(
+    used: Sequence[Runs], paper: Paper, definitions: Path, out: Path
+) -> list[Block]:
     """The section: a table of all keys that differ, and what no key says.
 
     Args:
@@ -40,7 +51,9 @@ def difference_blocks(used: Sequence[Runs], paper: Paper, definitions: Path, out
         head = ["key", "profile paper", f"here ({profile})", "where", "meaning"]
         blocks.append(Table(head, rows, labels=1))
     else:
-        blocks.append(Paragraph(["All settings of the runs are those of profile ", Code("paper"), "."]))
+        blocks.append(
+            Paragraph(["All settings of the runs are those of profile ", Code("paper"), "."])
+        )
     return [
         *blocks,
         Paragraph(["And what no key says:"]),
@@ -70,8 +83,14 @@ def _configurations(used: Sequence[Runs], paper: Paper) -> list[_Compared]:
                 continue
             if cell not in in_paper:
                 there = _usual(here)
-            elif cell[-1] == experiment.baseline and paper.has(runs) and paper.numbers(runs, cell) is None:
-                there = configured(experiment, cell[:-1], "paper", seed=seed)  # A baseline of our own.
+            elif (
+                cell[-1] == experiment.baseline
+                and paper.has(runs)
+                and paper.numbers(runs, cell) is None
+            ):
+                there = configured(
+                    experiment, cell[:-1], "paper", seed=seed
+                )  # A baseline of our own.
             else:
                 there = configured(experiment, cell, "paper", seed=seed)
             found[here.hash] = _Compared(settings(here), settings(there), experiment.name)
@@ -117,7 +136,9 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
     remarks: list[list[Inline]] = []
     if any(one["fedx.enabled"] and one["method.name"] != "simclr" for one in everything):
         remarks.append(
-            ["FedX on any method but SimCLR is our own design, from the paper's text: no code of it was released."]
+            [
+                "FedX on any method but SimCLR is our own design, from the paper's text: no code of it was released."
+            ]
         )
     batch = "optim.batch_size"
     if any(one["fedx.enabled"] for one in everything) and len({s[batch] for s in everything}) > 1:
@@ -127,13 +148,19 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
             "stand beside the whole batch.",
         ])  # fmt: skip
     every = _several(everything, "evaluation.linear_every")
-    text = f"The best round is the best of those that were measured: one in {every} and the last one"
+    text = (
+        f"The best round is the best of those that were measured: one in {every} and the last one"
+    )
     remarks.append([
         text, ". The paper's code measures every round. Either way the test images choose it, so that it is an "
         "optimistic number: compare methods by the last round.",
     ])  # fmt: skip
     tested = _several(everything, "data.test_limit")
-    remarks.append([f"Tested on {'the full test set' if tested == '0' else f'{tested} test images (0: all of them)'}."])
+    remarks.append(
+        [
+            f"Tested on {'the full test set' if tested == '0' else f'{tested} test images (0: all of them)'}."
+        ]
+    )
     if any(one["data.name"] == "cifar10" and one["augment.brightness"] == 0 for one in everything):
         remarks.append([
             "Of the colour jitter on CIFAR-10 the paper does not say how strong it is; profile paper has a usual "
@@ -141,14 +168,24 @@ def _remarks(everything: Sequence[Settings], definitions: Path, out: Path) -> li
         ])  # fmt: skip
     if any(one["data.limit"] for one in everything):
         remarks.append(
-            ["The linear probe and the kNN learn from the labels of the images that the clients have, no more."]
+            [
+                "The linear probe and the kNN learn from the labels of the images that the clients have, no more."
+            ]
         )
     guide = definitions.resolve().parent / "docs" / "faithfulness.md"
     inside = guide.exists() and out.resolve().is_relative_to(definitions.resolve().parent)
     place: Inline = Code("docs/faithfulness.md")
     if inside:
-        place = Anchor("docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix())
-    remarks.append(["What is the paper's, what its released code's and what ours, point by point: ", place, "."])
+        place = Anchor(
+            "docs/faithfulness.md", Path(os.path.relpath(guide, out.resolve())).as_posix()
+        )
+    remarks.append(
+        [
+            "What is the paper's, what its released code's and what ours, point by point: ",
+            place,
+            ".",
+        ]
+    )
     return remarks
 
 
@@ -161,7 +198,9 @@ def _fedu_remark(used: Sequence[Runs]) -> list[list[Inline]]:
         if result.config["method.name"] == "fedu"
         for row in result.rows
     ]
-    told = [(divergence, mu) for divergence, mu in pairs if divergence is not None and mu is not None]
+    told = [
+        (divergence, mu) for divergence, mu in pairs if divergence is not None and mu is not None
+    ]
     if not told:
         return []
     reached = sum(divergence >= mu for divergence, mu in told)

@@ -27,7 +27,11 @@ def curves_figure(runs: Runs) -> Figure | None:
     Returns:
         nothing if no run has an accuracy.
     """
-    panels = [group for group in runs.groups if any(_points(runs, (*group, label)) for label in runs.variants)]
+    panels = [
+        group
+        for group in runs.groups
+        if any(_points(runs, (*group, label)) for label in runs.variants)
+    ]
     if not panels:
         return None
     grid = _grid(runs, panels)
@@ -48,7 +52,13 @@ def curves_figure(runs: Runs) -> Figure | None:
         found = dict(zip(labels, handles, strict=True)) | found
     order = [label for label in (*runs.variants, "untrained") if label in found]
     columns = min(len(order), 2 if columns == 1 and len(order) > 4 else 4)
-    figure.legend([found[label] for label in order], order, loc="outside upper center", ncols=columns, frameon=False)
+    figure.legend(
+        [found[label] for label in order],
+        order,
+        loc="outside upper center",
+        ncols=columns,
+        frameon=False,
+    )
     figure.supxlabel("round", fontsize=10)
     figure.supylabel("linear top-1 (%)", fontsize=10)
     return figure
@@ -89,13 +99,30 @@ def _draw(axes: Axes, runs: Runs, group: Labels) -> None:
         size = 4 if len(points) <= 40 else 0
         several = any(len(values) > 1 for values in points.values())
         style = "-" if several else ":"
-        axes.plot(list(points), means, style, color=colour, marker=marker, markersize=size, linewidth=1.6, label=label)
+        axes.plot(
+            list(points),
+            means,
+            style,
+            color=colour,
+            marker=marker,
+            markersize=size,
+            linewidth=1.6,
+            label=label,
+        )
         if several:
             lowest, highest = map(min, points.values()), map(max, points.values())
             alpha = 0.18 if len(runs.variants) <= 4 else 0.08  # many bands would hide the lines
-            axes.fill_between(list(points), list(lowest), list(highest), color=colour, alpha=alpha, linewidth=0)
+            axes.fill_between(
+                list(points), list(lowest), list(highest), color=colour, alpha=alpha, linewidth=0
+            )
     if untrained:
-        axes.axhline(statistics.fmean(untrained), color="#5F5F5F", linestyle="--", linewidth=1.1, label="untrained")
+        axes.axhline(
+            statistics.fmean(untrained),
+            color="#5F5F5F",
+            linestyle="--",
+            linewidth=1.1,
+            label="untrained",
+        )
     axes.set_title(", ".join(group), fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axes.tick_params(labelsize=8)

@@ -76,7 +76,9 @@ class Table:
     def is_left(self, column: int) -> bool:
         """Whether the column holds words, not numbers."""
         cells = [row[column] for row in self.rows]
-        return column < self.labels or any(not isinstance(cell, str) or cell[:1].isalpha() for cell in cells)
+        return column < self.labels or any(
+            not isinstance(cell, str) or cell[:1].isalpha() for cell in cells
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Picture:
     def of(cls, figure: Figure, name: str, alt: str) -> "Picture":
         """Draws the figure."""
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})  # The same numbers give the same file.
+        figure.savefig(
+            buffer, format="png", metadata={"Software": None}
+        )  # The same numbers give the same file.
         return cls(name, buffer.getvalue(), alt)
 
 
@@ -117,12 +121,16 @@ def _markdown_block(block: Block) -> str:
     rule = ["---" if block.is_left(column) else "---:" for column in range(len(block.head))]
     lines = [[_markdown([cell]) for cell in row] for row in (block.head, *block.rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
-    fold = html.escape(" ".join(block.fold.splitlines()))  # within HTML, where Markdown's escapes mean nothing
+    fold = html.escape(
+        " ".join(block.fold.splitlines())
+    )  # within HTML, where Markdown's escapes mean nothing
     return f"<details><summary>{fold}</summary>\n\n{table}\n\n</details>" if fold else table
 
 
 def _markdown_line(parts: Sequence[Inline]) -> str:
-    return re.sub(r"^([+#-])", r"\\\1", _markdown(parts))  # "+ FedX" at the start of a line is no list.
+    return re.sub(
+        r"^([+#-])", r"\\\1", _markdown(parts)
+    )  # "+ FedX" at the start of a line is no list.
 
 
 def _markdown(parts: Sequence[Inline]) -> str:
@@ -210,7 +218,9 @@ def _html_block(block: Block) -> str:
 
 def _html_table(table: Table) -> str:
     left = [table.is_left(column) for column in range(len(table.head))]
-    head = "".join(_html_cell("th", text, is_left) for text, is_left in zip(table.head, left, strict=True))
+    head = "".join(
+        _html_cell("th", text, is_left) for text, is_left in zip(table.head, left, strict=True)
+    )
     # A thicker line where any label but the last changes: the eye finds the group, if it has several rows.
     groups = [list(row[: table.labels - 1]) for row in table.rows]
     starts = [number > 0 and group != groups[number - 1] for number, group in enumerate(groups)]

@@ -8,7 +8,18 @@ from fedx_pl.experiments import comparison, pages, tables
 from fedx_pl.experiments.definition import load_experiments
 from fedx_pl.experiments.differences import difference_blocks
 from fedx_pl.experiments.figures import curves_figure
-from fedx_pl.experiments.pages import Anchor, Block, Bullets, Code, Heading, Inline, Paragraph, Picture, Strong, Table
+from fedx_pl.experiments.pages import (
+    Anchor,
+    Block,
+    Bullets,
+    Code,
+    Heading,
+    Inline,
+    Paragraph,
+    Picture,
+    Strong,
+    Table,
+)
 from fedx_pl.experiments.results import KNN, Result, Runs, match, read_results
 from fedx_pl.experiments.tables import GEOMETRY, Paper
 from fedx_pl.files import write_atomically
@@ -38,7 +49,9 @@ def write_report(
     """
     out = results if out is None else out
     if (out / pages.FIGURES).is_symlink():
-        raise UserError(f"{out / pages.FIGURES} is a link, and figures would be written elsewhere; remove it first")
+        raise UserError(
+            f"{out / pages.FIGURES} is a link, and figures would be written elsewhere; remove it first"
+        )
     found, problems = read_results(results)
     for problem in problems:
         report(problem)
@@ -49,19 +62,28 @@ def write_report(
         load_experiments(definitions),
         key=lambda one: (order.index(one.name) if one.name in order else len(order), one.name),
     )
-    used, begun = _shown([runs for one in experiments if (runs := match(one, found, outdated)).cells])
+    used, begun = _shown(
+        [runs for one in experiments if (runs := match(one, found, outdated)).cells]
+    )
 
     blocks: list[Block] = [*_summary(found, used, paper)]
     for runs in used:
         blocks += _section(runs, paper)
     if begun:
         text = "Of these nothing was run, or only what stands in the tables above: "
-        blocks += [Heading("Not begun"), Paragraph([f"{text}{'; '.join(_named_experiment(one) for one in begun)}."])]
+        blocks += [
+            Heading("Not begun"),
+            Paragraph([f"{text}{'; '.join(_named_experiment(one) for one in begun)}."]),
+        ]
     if used:
         blocks += difference_blocks(used, paper, definitions, out=out)
     blocks += _what_ran(found, used, problems, outdated=outdated)
 
-    written = {out / pages.FIGURES / f"{one.name}.png": one.png for one in blocks if isinstance(one, Picture)}
+    written = {
+        out / pages.FIGURES / f"{one.name}.png": one.png
+        for one in blocks
+        if isinstance(one, Picture)
+    }
     written[out / "report.md"] = pages.to_markdown(blocks).encode()
     written[out / "report.html"] = pages.to_html(blocks, title=_title(found)).encode()
     for path, content in written.items():
@@ -91,7 +113,11 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
     runs = _unique(used)
     profile = found[0].profile
     if not runs:
-        yield Paragraph([f"None of the {len(found)} results belongs to an experiment; the end of this page says why."])
+        yield Paragraph(
+            [
+                f"None of the {len(found)} results belongs to an experiment; the end of this page says why."
+            ]
+        )
         return
     seeds = sorted({result.seed for result in runs})
     shown = f"{len(runs)} {_plural('run', runs)} of {len(used)} {_plural('experiment', used)} at profile "
@@ -115,7 +141,9 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
             "today, use those of all training images, which gives higher numbers.",
         ])  # fmt: skip
     yield Bullets([[Anchor(one.experiment.title, f"#{one.experiment.name}")] for one in used])
-    main = next((one for one in used if one.experiment.name == MAIN and one.experiment.baseline), None)
+    main = next(
+        (one for one in used if one.experiment.name == MAIN and one.experiment.baseline), None
+    )
     if main is not None:
         label = main.variants[-1]
         rows, reference = _accuracy_gains(main, paper)
@@ -128,7 +156,9 @@ def _summary(found: Sequence[Result], used: Sequence[Runs], paper: Paper) -> Ite
 
 def _named_experiment(runs: Runs) -> str:
     """With its place in the paper."""
-    return runs.experiment.title + (f" (the paper's {runs.experiment.paper})" if runs.experiment.paper else "")
+    return runs.experiment.title + (
+        f" (the paper's {runs.experiment.paper})" if runs.experiment.paper else ""
+    )
 
 
 def _section(runs: Runs, paper: Paper) -> Iterator[Block]:
@@ -138,7 +168,13 @@ def _section(runs: Runs, paper: Paper) -> Iterator[Block]:
     yield Heading(f"{experiment.title}{origin}", anchor=experiment.name)
     if experiment.note:
         yield Paragraph([experiment.note])
-    parts = {"table": _table, "curves": _curves, "errors": _errors, "semi": _semi, "geometry": _geometry}
+    parts = {
+        "table": _table,
+        "curves": _curves,
+        "errors": _errors,
+        "semi": _semi,
+        "geometry": _geometry,
+    }
     for word in experiment.show:
         yield from parts[word](runs, paper)
     yield _coverage(runs)
@@ -153,17 +189,23 @@ def _table(runs: Runs, paper: Paper) -> Iterator[Block]:
             "seed.",
         ])  # fmt: skip
     if runs.experiment.baseline:
-        yield from tables.gain_blocks(f"{_differences(runs)}, last round", runs, *_accuracy_gains(runs, paper))
+        yield from tables.gain_blocks(
+            f"{_differences(runs)}, last round", runs, *_accuracy_gains(runs, paper)
+        )
     yield tables.knn_table(runs)
     if runs.experiment.baseline:
-        rows, reference = tables.gains(runs, {"kNN": lambda result: result.last(KNN)}, lambda *_: None)
+        rows, reference = tables.gains(
+            runs, {"kNN": lambda result: result.last(KNN)}, lambda *_: None
+        )
         yield from tables.gain_blocks(
             f"{_differences(runs)} by kNN, last round", runs, rows, reference=reference, fold=True
         )
 
 
 def _accuracy_gains(runs: Runs, paper: Paper) -> tuple[list[tables.Gain], str]:
-    return tables.gains(runs, {"last": Result.last}, lambda cell, _: (paper.numbers(runs, cell) or [None])[0])
+    return tables.gains(
+        runs, {"last": Result.last}, lambda cell, _: (paper.numbers(runs, cell) or [None])[0]
+    )
 
 
 def _differences(runs: Runs) -> str:
@@ -177,9 +219,7 @@ def _curves(runs: Runs, paper: Paper) -> Iterator[Block]:
         return
     title = runs.experiment.title
     yield Picture.of(figure, _figure_name(runs, "curves"), f"{title}: linear top-1 by round")
-    text = (
-        "Linear top-1 by round: the mean over the seeds, in a band from the lowest to the highest seed where there is "
-    )
+    text = "Linear top-1 by round: the mean over the seeds, in a band from the lowest to the highest seed where there is "
     yield Paragraph([
         text, "more than one; a dotted line is a single seed. Dashed: the untrained network, mean over the runs of the "
         "panel.",
@@ -190,7 +230,10 @@ def _curves(runs: Runs, paper: Paper) -> Iterator[Block]:
 
 def _seeds_differ(runs: Runs) -> bool:
     """Whether rows that are compared with each other are of different seeds."""
-    groups = [[set(runs.found[cell]) for cell in runs.found if cell[:-1] == group] for group in runs.groups]
+    groups = [
+        [set(runs.found[cell]) for cell in runs.found if cell[:-1] == group]
+        for group in runs.groups
+    ]
     return any(seeds != group[0] for group in groups for seeds in group)
 
 
@@ -221,7 +264,9 @@ def _semi(runs: Runs, paper: Paper) -> Iterator[Block]:
         rows, reference = tables.gains(
             runs, measures, lambda cell, share: tables.semi_paper(paper, runs, cell, share=share)
         )
-        yield from tables.gain_blocks(_differences(runs), runs, rows, reference=reference, names=shares)
+        yield from tables.gain_blocks(
+            _differences(runs), runs, rows, reference=reference, names=shares
+        )
 
 
 def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
@@ -243,16 +288,28 @@ def _geometry(runs: Runs, paper: Paper) -> Iterator[Block]:
     ])  # fmt: skip
     yield from _scale_note(runs, paper)
     seed = min(seed for _, seed in found)
-    figure = geometry_figure({", ".join(cell): values for (cell, its), values in found.items() if its == seed})
+    figure = geometry_figure(
+        {", ".join(cell): values for (cell, its), values in found.items() if its == seed}
+    )
     title = runs.experiment.title
     yield Picture.of(
-        figure, _figure_name(runs, "geometry"), f"{title}: box plot of the angles by class, histogram between classes"
+        figure,
+        _figure_name(runs, "geometry"),
+        f"{title}: box plot of the angles by class, histogram between classes",
     )
     yield Paragraph([f"The figure shows seed {seed}."])
     if runs.experiment.baseline:
-        measures = {key: measure for key, measure in tables.geometry_measures().items() if key.endswith("_mean")}
-        rows, reference = tables.gains(runs, measures, lambda cell, key: (paper.numbers(runs, cell) or {}).get(key))
-        yield from tables.gain_blocks(_differences(runs), runs, rows, reference=reference, names=GEOMETRY)
+        measures = {
+            key: measure
+            for key, measure in tables.geometry_measures().items()
+            if key.endswith("_mean")
+        }
+        rows, reference = tables.gains(
+            runs, measures, lambda cell, key: (paper.numbers(runs, cell) or {}).get(key)
+        )
+        yield from tables.gain_blocks(
+            _differences(runs), runs, rows, reference=reference, names=GEOMETRY
+        )
 
 
 def _not_evaluated(kind: str) -> Paragraph:
@@ -287,8 +344,12 @@ def _left_out(runs: Runs) -> Iterator[Inline]:
     """The labels that the paper's profile has and this one has not; others may stand instead."""
     profiles, gone = runs.experiment.profiles, []
     for axis, known in runs.experiment.axes.items():
-        theirs, ours = (profiles.get(name, {}).get(axis, list(known)) for name in ("paper", runs.profile))
-        lost, other = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
+        theirs, ours = (
+            profiles.get(name, {}).get(axis, list(known)) for name in ("paper", runs.profile)
+        )
+        lost, other = (
+            [label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs))
+        )
         if lost:
             gone.append(_named(axis, lost) + (f" (instead: {', '.join(other)})" if other else ""))
     if gone:
@@ -299,7 +360,10 @@ def _missing(runs: Runs) -> list[str]:
     """Names the cells without a result; a label of which nothing was run is named once."""
     left, names = list(runs.missing), []
     for place, axis in enumerate(runs.experiment.axes):
-        labels, there = dict.fromkeys(cell[place] for cell in runs.missing), {cell[place] for cell in runs.found}
+        labels, there = (
+            dict.fromkeys(cell[place] for cell in runs.missing),
+            {cell[place] for cell in runs.found},
+        )
         gone = [label for label in labels if label not in there]
         left = [cell for cell in left if cell[place] not in gone]
         names += [_named(axis, gone)] if gone else []
@@ -313,39 +377,58 @@ def _named(axis: str, labels: Sequence[str]) -> str:
 
 
 def _what_ran(
-    found: Sequence[Result], used: Sequence[Runs], problems: Sequence[str], outdated: dict[str, list[str]]
+    found: Sequence[Result],
+    used: Sequence[Runs],
+    problems: Sequence[str],
+    outdated: dict[str, list[str]],
 ) -> Iterator[Block]:
     """All runs that the report is made of, and the results that it could not use."""
     runs = _unique(used)
     yield Heading("What ran", anchor="runs")
     if runs:
         machines = sorted({result.machine for result in runs})
-        head = ["cell", "seed", "run", "hash", "commit", "minutes", *["machine"] * (len(machines) > 1), "used in"]
+        head = [
+            "cell",
+            "seed",
+            "run",
+            "hash",
+            "commit",
+            "minutes",
+            *["machine"] * (len(machines) > 1),
+            "used in",
+        ]
         rows: list[list[Inline]] = []
         for result in runs:
-            cells = [(one.experiment.name, cell) for one in used for cell in one.found if result in one.of(cell)]
+            cells = [
+                (one.experiment.name, cell)
+                for one in used
+                for cell in one.found
+                if result in one.of(cell)
+            ]
             rows.append([
                 " / ".join(cells[0][1]), str(result.seed), result.name, Code(result.hash), Code(result.commit),
                 f"{result.seconds / 60:.1f}", *[result.machine] * (len(machines) > 1),
                 ", ".join(dict.fromkeys(name for name, _ in cells)),
             ])  # fmt: skip
         text = f"{len(runs)} {_plural('run', runs)}, {_hours(runs)} of wall time, summed over the runs, on "
-        dirty = " A commit with a + had changed files." if any(one.commit.endswith("+") for one in runs) else ""
+        dirty = (
+            " A commit with a + had changed files."
+            if any(one.commit.endswith("+") for one in runs)
+            else ""
+        )
         yield Paragraph([text, "; ".join(machines), f".{dirty}"])
         yield Table(head, rows, fold="All runs: seed, hash, commit and wall time")
     kept = {result.hash for result in runs}
     left_out: list[list[Inline]] = [[problem] for problem in problems]
     old = [result for result in found if result.hash in outdated and result.hash not in kept]
     if old:
-        text = (
-            f"{len(old)} {_plural('result', old)} of an older default {'was' if len(old) == 1 else 'were'} left out: "
+        text = f"{len(old)} {_plural('result', old)} of an older default {'was' if len(old) == 1 else 'were'} left out: "
+        left_out.append(
+            [text, "; ".join(f"{one.name} ({', '.join(outdated[one.hash])})" for one in old)]
         )
-        left_out.append([text, "; ".join(f"{one.name} ({', '.join(outdated[one.hash])})" for one in old)])
     unknown = [one.name for one in found if one.hash not in kept and one.hash not in outdated]
     if unknown:
-        text = (
-            f"{len(unknown)} {_plural('result', unknown)} in no table (of no experiment here, or built on by others): "
-        )
+        text = f"{len(unknown)} {_plural('result', unknown)} in no table (of no experiment here, or built on by others): "
         left_out.append([text, ", ".join(dict.fromkeys(unknown))])
     if left_out:
         yield Heading("Left out", level=3)
@@ -354,7 +437,11 @@ def _what_ran(
 
 def _unique(used: Sequence[Runs]) -> list[Result]:
     """The results that are used, each once, in the order of the tables, which share many."""
-    return list({result.hash: result for one in used for cell in one.found for result in one.of(cell)}.values())
+    return list(
+        {
+            result.hash: result for one in used for cell in one.found for result in one.of(cell)
+        }.values()
+    )
 
 
 def _values(runs: Sequence[Result], key: str) -> str:

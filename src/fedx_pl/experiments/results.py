@@ -51,7 +51,9 @@ class Result:
     @property
     def rows(self) -> list[Mapping[str, Any]]:
         """The rounds in order, without the untrained network."""
-        return sorted((row for row in self.rounds if row["round"] > 0), key=lambda row: int(row["round"]))
+        return sorted(
+            (row for row in self.rounds if row["round"] > 0), key=lambda row: int(row["round"])
+        )
 
     def measured(self, key: str = LINEAR) -> list[tuple[int, float]]:
         """(round, accuracy) of the rounds that were measured."""
@@ -91,7 +93,9 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
         try:
             result = read_result(path)
         except (OSError, ValueError) as error:
-            problems.append(f"{path.name} is no result of a finished run and was left out ({error})")
+            problems.append(
+                f"{path.name} is no result of a finished run and was left out ({error})"
+            )
             continue
         if result.hash in found:
             problems.append(f"{path.name} is a second result of run {result.hash} and was left out")
@@ -99,11 +103,17 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
         found[result.hash] = result
     if not found:
         left_out = f": {'; '.join(problems)}" if problems else ""
-        raise UserError(f"{folder} has no results{left_out}; type fedx-pl sweep table1 profile=mini to make some")
+        raise UserError(
+            f"{folder} has no results{left_out}; type fedx-pl sweep table1 profile=mini to make some"
+        )
     profiles = sorted({result.profile for result in found.values()})
     if len(profiles) > 1:
-        raise UserError(f"{folder} has results of several profiles ({', '.join(profiles)}); give each its own folder")
-    return sorted(found.values(), key=lambda result: (result.name, result.hash, result.seed)), problems
+        raise UserError(
+            f"{folder} has results of several profiles ({', '.join(profiles)}); give each its own folder"
+        )
+    return sorted(
+        found.values(), key=lambda result: (result.name, result.hash, result.seed)
+    ), problems
 
 
 def read_result(path: Path) -> Result:
@@ -147,13 +157,20 @@ def _checked(content: Any) -> Result:
         config=_with_labels(flat(content["config"])),
         untrained=dict(content.get("untrained") or {}),
         rounds=[dict(row) for row in content["rounds"]],
-        evaluations={name: dict(found) for name, found in (content.get("evaluations") or {}).items()},
+        evaluations={
+            name: dict(found) for name, found in (content.get("evaluations") or {}).items()
+        },
     )
     for key in ("data.name", "method.name", "fedx.enabled"):
         if key not in result.config:
             raise KeyError(f"config.{key}")
     for key in ("federation.rounds", "federation.epochs", "data.limit"):
-        _require(f"config.{key}", result.config[key], isinstance(result.config[key], int), instead="a whole number")
+        _require(
+            f"config.{key}",
+            result.config[key],
+            isinstance(result.config[key], int),
+            instead="a whole number",
+        )
     _require("seconds", result.seconds, 0 <= result.seconds < LARGEST, instead="a time")
     rounds = result.config["federation.rounds"]
     for row in (result.untrained, *result.rounds):
@@ -179,7 +196,12 @@ def _check_semi(found: Mapping[str, Any]) -> None:
         if isinstance(values, Mapping) and "labels" in values:
             _require("semi", share, 0 < float(share) <= 1, instead="a share of the labels")
             labels = values["labels"]
-            _require("labels", labels, isinstance(labels, int) and 0 <= labels < LARGEST, instead="a count")
+            _require(
+                "labels",
+                labels,
+                isinstance(labels, int) and 0 <= labels < LARGEST,
+                instead="a count",
+            )
             _check_numbers(values)
         else:
             _require("semi", share, not _is_number(share), instead="a share with its results")
@@ -195,7 +217,10 @@ def _check_geometry(found: Mapping[str, Any]) -> None:
         _require("interclass", angle, _is_angle(angle), instead="an angle")
 
 
-_CHECKS = {"semi": _check_semi, "geometry": _check_geometry}  # what tables and figures rely on, by evaluation
+_CHECKS = {
+    "semi": _check_semi,
+    "geometry": _check_geometry,
+}  # what tables and figures rely on, by evaluation
 
 
 def _is_angle(value: Any) -> bool:
@@ -238,7 +263,9 @@ def changes(result: Result, config: Config, ignored: Sequence[str] = ()) -> list
     differing = [key for key in now if key in then and key not in ignored and now[key] != then[key]]
     found = [f"{key} was {then[key]}, is {now[key]}" for key in differing]
     if result.code and result.code != (code := foreign_code.hash_of(*brought(config))):
-        found.append(f"the code of method={config.method.name} was {result.code}, is {code or 'the package'}")
+        found.append(
+            f"the code of method={config.method.name} was {result.code}, is {code or 'the package'}"
+        )
     return found
 
 
@@ -267,7 +294,9 @@ class Runs:
     experiment: Experiment
     profile: str
     cells: list[Labels]  # of the experiment at this profile, in its order
-    found: dict[Labels, dict[int, Result]] = field(default_factory=dict)  # by seed; cells without a result are absent
+    found: dict[Labels, dict[int, Result]] = field(
+        default_factory=dict
+    )  # by seed; cells without a result are absent
 
     def of(self, cell: Labels) -> list[Result]:
         """A cell's results, by seed."""
@@ -294,7 +323,9 @@ class Runs:
         return [cell for cell in self.cells if cell not in self.found]
 
 
-def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str, list[str]]) -> Runs:
+def match(
+    experiment: Experiment, results: Sequence[Result], outdated: dict[str, list[str]]
+) -> Runs:
     """Finds the results of an experiment's cells.
 
     Args:
@@ -313,7 +344,9 @@ def match(experiment: Experiment, results: Sequence[Result], outdated: dict[str,
         for seed in seeds:
             config = configured(experiment, cell, profile, seed=seed)
             result = by_hash.get(config.hash)
-            if result is None or any(name not in result.evaluations for name in experiment.evaluate):
+            if result is None or any(
+                name not in result.evaluations for name in experiment.evaluate
+            ):
                 continue
             if differences := changes(result, config, ignored):
                 outdated[result.hash] = differences
@@ -334,11 +367,17 @@ def read_evaluation(folder: Path, kind: str, config: Config) -> dict[str, Any] |
     """
     try:
         document = read_json(folder / "evaluation" / f"{kind}.json")
-        document = unsealed(document) if SEAL in document else document  # Those of earlier versions have none.
+        document = (
+            unsealed(document) if SEAL in document else document
+        )  # Those of earlier versions have none.
         now, then = evaluation_settings(kind, config), dict(document["settings"])
         if "labels" in now:
             then.setdefault("labels", former_labels(config.data.limit))
-        return document["results"] if document["round"] == config.federation.rounds and then == now else None
+        return (
+            document["results"]
+            if document["round"] == config.federation.rounds and then == now
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

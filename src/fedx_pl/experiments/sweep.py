@@ -77,7 +77,9 @@ class Job:
     def commits(self) -> str:
         """Of the source, whenever a process of this run was started: they are in its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        starts = [line.removeprefix(_START).partition(":")[0] for line in lines if line.startswith(_START)]
+        starts = [
+            line.removeprefix(_START).partition(":")[0] for line in lines if line.startswith(_START)
+        ]
         return ", ".join(dict.fromkeys(starts))
 
     def rounds_done(self) -> int:
@@ -97,13 +99,20 @@ class Job:
 
         The hash shows neither a new default nor an edited method.
         """
-        if not (self.folder / "encoder.safetensors").exists() or self.rounds_done() < self.config.federation.rounds:
+        if (
+            not (self.folder / "encoder.safetensors").exists()
+            or self.rounds_done() < self.config.federation.rounds
+        ):
             return False
-        before = load(self.folder / "config.yaml", trusted=code_words(dataclasses.asdict(self.config)))
+        before = load(
+            self.folder / "config.yaml", trusted=code_words(dataclasses.asdict(self.config))
+        )
         if before.content() != self.config.content() or self.trained_code() != self.code():
             return False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Training tells of a damaged round, and trains it again.
+            warnings.simplefilter(
+                "ignore"
+            )  # Training tells of a damaged round, and trains it again.
             return read_run(self.folder)[0].round >= self.config.federation.rounds
 
     def code(self) -> str:
@@ -119,10 +128,16 @@ class Job:
         """What is still to be done for this run, as arguments of ``fedx-pl``."""
         if not self.trained():
             return ["train", *self.overrides, "--yes"]  # Nobody is there to be asked.
-        left = [kind for kind in self.evaluate if read_evaluation(self.folder, kind, self.config) is None]
+        left = [
+            kind
+            for kind in self.evaluate
+            if read_evaluation(self.folder, kind, self.config) is None
+        ]
         how = [word for word in self.overrides if word.startswith(("run.threads=", "run.device="))]
         if code_words(dataclasses.asdict(self.config)):
-            how.append("allow_code=true")  # The sweep's own definition names it, and it has just trained.
+            how.append(
+                "allow_code=true"
+            )  # The sweep's own definition names it, and it has just trained.
         return ["evaluate", str(self.folder), left[0], *how] if left else None
 
 
@@ -146,7 +161,9 @@ def plan_jobs(
 
     def add(overrides: list[str], evaluate: Sequence[str], needs: list[str], label: str) -> str:
         config = compose(overrides)
-        job = found.setdefault(config.hash, Job(overrides=overrides, config=config, evaluate=[], label=label))
+        job = found.setdefault(
+            config.hash, Job(overrides=overrides, config=config, evaluate=[], label=label)
+        )
         job.evaluate += [kind for kind in evaluate if kind not in job.evaluate]
         job.needs += needs
         return config.hash
@@ -159,8 +176,15 @@ def plan_jobs(
                     continue
                 needed = experiment.needed(cell, profile, seed, more=more).values()
                 label = " / ".join(cell)
-                needs = [add(overrides, [], [], label=f"what {label} builds on") for overrides in needed]
-                add(experiment.overrides(cell, profile, seed, more=more), experiment.evaluate, needs, label=label)
+                needs = [
+                    add(overrides, [], [], label=f"what {label} builds on") for overrides in needed
+                ]
+                add(
+                    experiment.overrides(cell, profile, seed, more=more),
+                    experiment.evaluate,
+                    needs,
+                    label=label,
+                )
     return list(found.values())
 
 
@@ -173,7 +197,9 @@ def collect(job: Job) -> dict[str, Any]:
     if state.round < job.config.federation.rounds:
         raise ValueError(f"round {state.round} is the last that is whole")
     found = {kind: read_evaluation(job.folder, kind, job.config) for kind in EVALUATIONS}
-    evaluations = {kind: _without_details(results) for kind, results in found.items() if results is not None}
+    evaluations = {
+        kind: _without_details(results) for kind, results in found.items() if results is not None
+    }
     return {
         "format": FORMAT, "name": job.config.name, "hash": job.config.hash, "seed": job.config.seed,
         "profile": job.config.profile, "commit": job.commits(), "code": job.trained_code(),
@@ -199,8 +225,12 @@ class Sweep:
         self.results, self.workers, self.console = results, workers, console
         self.jobs = list(jobs)
         left = [job for job in jobs if not self._is_done(job)]
-        needed = {name for job in left for name in job.needs}  # These must be there with their weights.
-        self.waiting = [job for job in jobs if job in left or (job.config.hash in needed and not job.trained())]
+        needed = {
+            name for job in left for name in job.needs
+        }  # These must be there with their weights.
+        self.waiting = [
+            job for job in jobs if job in left or (job.config.hash in needed and not job.trained())
+        ]
         self.done = [job for job in jobs if job not in self.waiting]
         self._todo = [*self.waiting]
         self.running: list[Job] = []
@@ -238,7 +268,10 @@ class Sweep:
 
     def rounds_left(self) -> int:
         """Of all runs that did not fail; what an interrupted run has done is done."""
-        return sum(job.config.federation.rounds - job.rounds_done() for job in [*self.waiting, *self.running])
+        return sum(
+            job.config.federation.rounds - job.rounds_done()
+            for job in [*self.waiting, *self.running]
+        )
 
     def expected_seconds(self) -> float | None:
         """By the median round of the results that a machine like this one has left here; None if there are none."""
@@ -263,7 +296,10 @@ class Sweep:
     def _rounds(self) -> int:
         """Rounds of all runs that were waiting at the start; a finished run counts in full."""
         open_jobs = {id(job) for job in [*self.waiting, *self.running, *self.failed]}
-        return sum(j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds for j in self._todo)
+        return sum(
+            j.rounds_done() if id(j) in open_jobs else j.config.federation.rounds
+            for j in self._todo
+        )
 
     def _is_done(self, job: Job) -> bool:
         """Whether its result is there, whole, with all evaluations, and made with today's defaults and code."""
@@ -274,7 +310,11 @@ class Sweep:
         """Those in its result; None without a result that counts."""
         with contextlib.suppress(OSError, ValueError):
             result = read_result(self.results / f"{job.name}.json")
-            return None if changes(result, job.config) or result.code != job.code() else result.evaluations
+            return (
+                None
+                if changes(result, job.config) or result.code != job.code()
+                else result.evaluations
+            )
         return None
 
     def _start(self) -> None:
@@ -302,11 +342,19 @@ class Sweep:
             if command is None:
                 self._keep(job)
                 return
-        except (OSError, ValueError, KeyError, TypeError, UserError) as error:  # A damaged file in its folder.
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            UserError,
+        ) as error:  # A damaged file in its folder.
             self.running.remove(job)
             self._fail(job, f"{job.folder} cannot be read ({error}); delete it to run it again")
             return
-        if command == job.command:  # It ended well and left the same to do: that would go on for ever.
+        if (
+            command == job.command
+        ):  # It ended well and left the same to do: that would go on for ever.
             self.running.remove(job)
             self._fail(job, f"exit code 0: {_last_words(job.log)}")
             return
@@ -317,7 +365,9 @@ class Sweep:
             log.write(f"{_START}{current_commit()}: fedx-pl {' '.join(job.command)}\n".encode())
             log.flush()
             job.process = subprocess.Popen(
-                [sys.executable, "-m", "fedx_pl", *job.command], stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "fedx_pl", *job.command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def _keep(self, job: Job) -> None:
@@ -344,7 +394,9 @@ class Sweep:
             if self._came_second(job):
                 job.command = None
                 self.waiting.append(job)
-                self.console.print(f"{job.name} ({job.title}): another process trains it; waiting", soft_wrap=True)
+                self.console.print(
+                    f"{job.name} ({job.title}): another process trains it; waiting", soft_wrap=True
+                )
             else:
                 self._fail(job, f"exit code {code}: {_last_words(job.log)}")
 
@@ -376,10 +428,14 @@ def current_commit() -> str:
     here = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+        return git("rev-parse", "--short", "HEAD") + (
+            "+" if git("status", "--porcelain", "--", ".") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -395,9 +451,15 @@ def places(words: Sequence[str], workers: int) -> list[str]:
         raise UserError(f"--jobs {workers} runs nothing; type --jobs 1 or more")
     for word in words:
         if word.startswith("run.dir="):
-            raise UserError(f"{word} would put all runs into one folder; type run.root={word.partition('=')[2]}")
-        if not word.startswith(("run.", "data.root=", "data.cache=", "data.download=", "data.workers=")):
-            raise UserError(f"{word} would change the experiment; write it into its YAML file, or use fedx-pl train")
+            raise UserError(
+                f"{word} would put all runs into one folder; type run.root={word.partition('=')[2]}"
+            )
+        if not word.startswith(
+            ("run.", "data.root=", "data.cache=", "data.download=", "data.workers=")
+        ):
+            raise UserError(
+                f"{word} would change the experiment; write it into its YAML file, or use fedx-pl train"
+            )
     threads = max(1, (os.cpu_count() or 1) // workers)
     shared = [f"run.threads={threads}"] if workers > 1 else []
     return [*shared, *words]
@@ -406,7 +468,10 @@ def places(words: Sequence[str], workers: int) -> list[str]:
 def _without_details(results: dict[str, Any]) -> dict[str, Any]:
     """An evaluation without its accuracies by class and its confusion matrix, which the run folder keeps."""
     kept = {key: value for key, value in results.items() if key not in ("per_class", "confusion")}
-    return {key: _without_details(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {
+        key: _without_details(value) if isinstance(value, dict) else value
+        for key, value in kept.items()
+    }
 
 
 def _short(value: Any) -> Any:
@@ -416,6 +481,8 @@ def _short(value: Any) -> Any:
 def _last_words(log: Path) -> str:
     """What a failed process of a run said: its error if there is one, else its last line."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    lines = text.rpartition(_START)[2].strip().splitlines()[1:]  # What earlier processes said is not its fault.
+    lines = (
+        text.rpartition(_START)[2].strip().splitlines()[1:]
+    )  # What earlier processes said is not its fault.
     errors = [line for line in lines if line.startswith("error:")]
     return [*lines[-1:], *errors[-1:]][-1] if lines else "it printed nothing"

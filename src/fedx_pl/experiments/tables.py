@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fedx_pl.errors import UserError
-from fedx_pl.experiments.comparison import ABOVE, BELOW, ONE_SEED, WITHIN, Spread, decimal, paired, spread
+from fedx_pl.experiments.comparison import (
+    ABOVE,
+    BELOW,
+    ONE_SEED,
+    WITHIN,
+    Spread,
+    decimal,
+    paired,
+    spread,
+)
 from fedx_pl.experiments.definition import Labels
 from fedx_pl.experiments.pages import Block, Heading, Inline, Paragraph, Strong, Table
 from fedx_pl.experiments.results import KNN, Measure, Result, Runs, number
@@ -40,7 +49,9 @@ class Paper:
         try:
             content = read_yaml(path) if path.exists() else {}
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a readable table of the paper's numbers ({error})") from error
+            raise UserError(
+                f"{path} is not a readable table of the paper's numbers ({error})"
+            ) from error
         self.tables: dict[str, Any] = _text_keys(content or {})
 
     def numbers(self, runs: Runs, cell: Labels) -> Any:
@@ -56,7 +67,11 @@ class Paper:
 
 
 def _text_keys(tree: Any) -> Any:
-    return {str(key): _text_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return (
+        {str(key): _text_keys(value) for key, value in tree.items()}
+        if isinstance(tree, dict)
+        else tree
+    )
 
 
 def accuracy_table(runs: Runs, paper: Paper) -> Table:
@@ -83,9 +98,13 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
     """Means and standard errors of the last five and the best five measured rounds, averaged over the seeds."""
 
     def over_seeds(cell: Labels, order: Callable[[list[float]], list[float]]) -> str:
-        chosen = [order([value for _, value in result.measured()])[-FIVE:] for result in runs.of(cell)]
+        chosen = [
+            order([value for _, value in result.measured()])[-FIVE:] for result in runs.of(cell)
+        ]
         found = [_standard_error(values) for values in chosen if len(values) == FIVE]
-        return _with_error([statistics.fmean(part) for part in zip(*found, strict=True)], f" ({len(found)})")
+        return _with_error(
+            [statistics.fmean(part) for part in zip(*found, strict=True)], f" ({len(found)})"
+        )
 
     def fields(cell: Labels) -> list[str]:
         printed = _pair(paper.numbers(runs, cell), _with_error)
@@ -98,7 +117,9 @@ def errors_table(runs: Runs, paper: Paper) -> Table:
 def last_five(runs: Runs) -> list[tuple[int, int]]:
     """The first and the last of the last five measured rounds: one pair unless the runs differ."""
     measured = [
-        [round_number for round_number, _ in result.measured()] for cell in runs.found for result in runs.of(cell)
+        [round_number for round_number, _ in result.measured()]
+        for cell in runs.found
+        for result in runs.of(cell)
     ]
     return sorted({(rounds[-FIVE], rounds[-1]) for rounds in measured if len(rounds) >= FIVE})
 
@@ -106,11 +127,16 @@ def last_five(runs: Runs) -> list[tuple[int, int]]:
 def semi_shares(runs: Runs) -> dict[str, str]:
     """The shares of labels as they are written in the results, each with its name: ``1 % (25 labels)``."""
     labels: dict[str, set[int]] = {}
-    for found in (result.evaluations.get("semi", {}) for cell in runs.found for result in runs.of(cell)):
+    for found in (
+        result.evaluations.get("semi", {}) for cell in runs.found for result in runs.of(cell)
+    ):
         for share, values in found.items():
             if isinstance(values, Mapping) and "labels" in values:
                 labels.setdefault(share, set()).add(values["labels"])
-    return {share: f"{100 * float(share):g} % ({_extent(labels[share])} labels)" for share in sorted(labels, key=float)}
+    return {
+        share: f"{100 * float(share):g} % ({_extent(labels[share])} labels)"
+        for share in sorted(labels, key=float)
+    }
 
 
 def semi_measures(runs: Runs) -> dict[str, Measure]:
@@ -133,7 +159,9 @@ def semi_table(runs: Runs, paper: Paper) -> Table:
             found += [_decimal_or_none(semi_paper(paper, runs, cell, share=share))] * known
         return found
 
-    heads = [head for share in semi_shares(runs).values() for head in (share, *["the paper's"] * known)]
+    heads = [
+        head for share in semi_shares(runs).values() for head in (share, *["the paper's"] * known)
+    ]
     return _grid(runs, heads, fields)
 
 
@@ -194,7 +222,9 @@ def gains(
     in_paper = [
         label
         for label in labels
-        if any(printed((*group, label), name) is not None for group in runs.groups for name in measures)
+        if any(
+            printed((*group, label), name) is not None for group in runs.groups for name in measures
+        )
     ]
     reference = in_paper[0] if in_paper else ""
     found = []
@@ -204,9 +234,17 @@ def gains(
                 own, base = (runs.values((*group, word), measure) for word in (label, baseline))
                 if own and base:
                     more, less = (printed((*group, word), name) for word in (label, reference))
-                    paper = None if more is None or less is None or label == reference else more - less
+                    paper = (
+                        None if more is None or less is None or label == reference else more - less
+                    )
                     found.append(
-                        Gain(group=group, label=label, measure=name, differences=paired(own, base), paper=paper)
+                        Gain(
+                            group=group,
+                            label=label,
+                            measure=name,
+                            differences=paired(own, base),
+                            paper=paper,
+                        )
                     )
     return found, reference
 
@@ -234,21 +272,37 @@ def gain_blocks(
         return []
     axes = list(runs.experiment.axes)
     known = any(row.paper is not None for row in rows)
-    head = [*axes, *["measure"] * bool(names), f"difference to {runs.experiment.baseline}", "verdict", "range"]
+    head = [
+        *axes,
+        *["measure"] * bool(names),
+        f"difference to {runs.experiment.baseline}",
+        "verdict",
+        "range",
+    ]
     head += [f"the paper's difference to {reference}"] * known
     lines = []
     for row in rows:
         values = row.differences.values
-        extent = f"{decimal(min(values), '+')} to {decimal(max(values), '+')}" if len(values) > 1 else "-"
+        extent = (
+            f"{decimal(min(values), '+')} to {decimal(max(values), '+')}"
+            if len(values) > 1
+            else "-"
+        )
         verdict = row.differences.verdict
         line: list[Inline] = [*row.group, row.label, *([names[row.measure]] if names else [])]
-        line += [row.differences.text("+"), Strong(verdict) if verdict in (ABOVE, BELOW) else verdict, extent]
+        line += [
+            row.differences.text("+"),
+            Strong(verdict) if verdict in (ABOVE, BELOW) else verdict,
+            extent,
+        ]
         line += [_decimal_or_none(row.paper, "+")] * known
         lines.append(line)
     table = Table(head, lines, labels=len(axes) + bool(names), fold=title if fold else "")
     if fold:
         return [table]
-    counted = [[row for row in rows if row.label == label and row.differences.n] for label in runs.variants]
+    counted = [
+        [row for row in rows if row.label == label and row.differences.n] for label in runs.variants
+    ]
     several = [some for some in counted if len({row.group for row in some}) > 1]
     return [Heading(title, level=3), table, *(_count(some, runs) for some in several)]
 
@@ -260,16 +314,21 @@ def _count(rows: Sequence[Gain], runs: Runs) -> Paragraph:
     words = {ABOVE: ABOVE, WITHIN: "within it", BELOW: "lower beyond it"}
     words |= {ONE_SEED: "with one seed only"} if verdicts[ONE_SEED] else {}
     parts = ", ".join(f"{verdicts[verdict]} {text}" for verdict, text in words.items())
-    text = (
-        f" against {runs.experiment.baseline}: the mean difference is positive in {more} of {len(rows)} rows; {parts}."
-    )
+    text = f" against {runs.experiment.baseline}: the mean difference is positive in {more} of {len(rows)} rows; {parts}."
     usual = Counter(row.differences.n for row in rows if row.differences.n > 1).most_common(1)
     more_seeds = [row for row in rows if usual and row.differences.n > usual[0][0]]
-    names = ", ".join(f"{' / '.join(row.group)} ({row.differences.n} instead of {usual[0][0]})" for row in more_seeds)
-    return Paragraph([Strong(rows[0].label), text, f" Of more seeds than the rest: {names}." if names else ""])
+    names = ", ".join(
+        f"{' / '.join(row.group)} ({row.differences.n} instead of {usual[0][0]})"
+        for row in more_seeds
+    )
+    return Paragraph(
+        [Strong(rows[0].label), text, f" Of more seeds than the rest: {names}." if names else ""]
+    )
 
 
-def _grid(runs: Runs, heads: Sequence[str], fields: Callable[[Labels], list[str]], fold: str = "") -> Table:
+def _grid(
+    runs: Runs, heads: Sequence[str], fields: Callable[[Labels], list[str]], fold: str = ""
+) -> Table:
     """A table of cells: the axis `columns` goes to the right, the others down."""
     axes = list(runs.experiment.axes)
     spread_axis = runs.experiment.columns
@@ -281,7 +340,12 @@ def _grid(runs: Runs, heads: Sequence[str], fields: Callable[[Labels], list[str]
         rows.setdefault(cell[:place] + cell[place + 1 :], []).extend(fields(cell)[: len(heads)])
     names = [axis for axis in axes if axis != spread_axis]
     head = [f"{label}: {text}" for label in wide for text in heads] if wide else list(heads)
-    return Table([*names, *head], [[*labels, *values] for labels, values in rows.items()], labels=len(names), fold=fold)
+    return Table(
+        [*names, *head],
+        [[*labels, *values] for labels, values in rows.items()],
+        labels=len(names),
+        fold=fold,
+    )
 
 
 def _over_seeds(runs: Runs, cell: Labels, measure: Measure) -> str:
@@ -299,7 +363,11 @@ def _with_error(found: Sequence[float], suffix: str = "") -> str:
 
 def _pair(printed: Sequence[Any] | None, text: Callable[[Any], str]) -> str:
     """The paper's last and best."""
-    return "-" if printed is None else " / ".join("-" if value is None else text(value) for value in printed)
+    return (
+        "-"
+        if printed is None
+        else " / ".join("-" if value is None else text(value) for value in printed)
+    )
 
 
 def _decimal_or_none(value: float | None, sign: str = "") -> str:

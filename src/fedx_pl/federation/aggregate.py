@@ -36,37 +36,82 @@ class AggregateOptions:
     """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
 
     rule: str = field(
-        default="mean", metadata={"help": "mean | clip | median | trimmed | krum (short: aggregate=clip)"}
+        default="mean",
+        metadata={"help": "mean | clip | median | trimmed | krum (short: aggregate=clip)"},
     )
-    clip: float = field(default=2.0, metadata={"help": "clip: largest norm of an update, in median norms of the round"})
-    trim: float = field(default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"})
-    byzantine: int = field(default=1, metadata={"help": "krum: f, how many clients of a round may be bad"})
+    clip: float = field(
+        default=2.0,
+        metadata={"help": "clip: largest norm of an update, in median norms of the round"},
+    )
+    trim: float = field(
+        default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"}
+    )
+    byzantine: int = field(
+        default=1, metadata={"help": "krum: f, how many clients of a round may be bad"}
+    )
     max_growth: float = field(
         default=3.0,
-        metadata={"help": "an update whose weights are this many times as long is refused; 0: any, shrunk ones too"},
+        metadata={
+            "help": "an update whose weights are this many times as long is refused; 0: any, shrunk ones too"
+        },
     )
-    max_images: int = field(default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"})
+    max_images: int = field(
+        default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"}
+    )
     max_share: float = field(
         default=1.0,
-        metadata={"help": "largest share of a round's images that one client may count for; real sites: 0.5"},
+        metadata={
+            "help": "largest share of a round's images that one client may count for; real sites: 0.5"
+        },
     )
     quarantine: int = field(
-        default=3, metadata={"help": "bad updates in a row after which a client is not asked again; 0: always ask"}
+        default=3,
+        metadata={
+            "help": "bad updates in a row after which a client is not asked again; 0: always ask"
+        },
     )
 
     def __post_init__(self) -> None:
-        require("aggregate.clip", self.clip, 0 < self.clip < float("inf"), instead="aggregate.clip=2")
         require(
-            "aggregate.trim", self.trim, 0 <= self.trim < 0.5, instead="a share in [0, 0.5), e.g. aggregate.trim=0.1"
+            "aggregate.clip", self.clip, 0 < self.clip < float("inf"), instead="aggregate.clip=2"
         )
-        require("aggregate.byzantine", self.byzantine, self.byzantine >= 0, instead="aggregate.byzantine=1")
-        bound = self.max_growth == 0 or self.max_growth > 1
-        require("aggregate.max_growth", self.max_growth, bound, instead="aggregate.max_growth=3, or 0 for no bound")
-        require("aggregate.max_images", self.max_images, self.max_images >= 1, instead="aggregate.max_images=1 or more")
-        share = 0 < self.max_share <= 1
-        require("aggregate.max_share", self.max_share, share, instead="a share in (0, 1], e.g. aggregate.max_share=0.5")
         require(
-            "aggregate.quarantine", self.quarantine, self.quarantine >= 0, instead="aggregate.quarantine=0 for never"
+            "aggregate.trim",
+            self.trim,
+            0 <= self.trim < 0.5,
+            instead="a share in [0, 0.5), e.g. aggregate.trim=0.1",
+        )
+        require(
+            "aggregate.byzantine",
+            self.byzantine,
+            self.byzantine >= 0,
+            instead="aggregate.byzantine=1",
+        )
+        bound = self.max_growth == 0 or self.max_growth > 1
+        require(
+            "aggregate.max_growth",
+            self.max_growth,
+            bound,
+            instead="aggregate.max_growth=3, or 0 for no bound",
+        )
+        require(
+            "aggregate.max_images",
+            self.max_images,
+            self.max_images >= 1,
+            instead="aggregate.max_images=1 or more",
+        )
+        share = 0 < self.max_share <= 1
+        require(
+            "aggregate.max_share",
+            self.max_share,
+            share,
+            instead="a share in (0, 1], e.g. aggregate.max_share=0.5",
+        )
+        require(
+            "aggregate.quarantine",
+            self.quarantine,
+            self.quarantine >= 0,
+            instead="aggregate.quarantine=0 for never",
         )
 
     def require_possible(self, min_clients: int) -> None:
@@ -83,7 +128,11 @@ class Aggregator:
     """Takes the updates of a round and makes one state of them; what is common to all rules."""
 
     def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+        self,
+        reference: Mapping[str, Tensor],
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
     ) -> None:
         """Starts without updates.
 
@@ -95,11 +144,15 @@ class Aggregator:
         self._changes = frozenset(changes)
         self._reference = {name: tensor.detach() for name, tensor in reference.items()}
         self._max_images = max_images
-        self.max_growth = 0.0  # An update whose weights are longer by this factor is refused; 0: any are taken.
+        self.max_growth = (
+            0.0  # An update whose weights are longer by this factor is refused; 0: any are taken.
+        )
         self.max_share = 1.0  # of the images that one client may count for
         self.num_images = 0
         self.num_clients = 0
-        self.remarks: dict[int, str] = {}  # After `result`: whose update the rule did not take as it was, and how.
+        self.remarks: dict[
+            int, str
+        ] = {}  # After `result`: whose update the rule did not take as it was, and how.
 
     def add(self, state: Mapping[str, Tensor], num_images: int, client: int = 0) -> None:
         """Takes one client in.
@@ -137,17 +190,28 @@ class Aggregator:
         Together the two bound the distance: of weights that are three times as long, to 3.2 lengths.
         """
         if (growth := length / self._reference_length) > self.max_growth:
-            raise BadUpdate(f"its weights are {growth:.3g} times as long, aggregate.max_growth={self.max_growth:g}")
+            raise BadUpdate(
+                f"its weights are {growth:.3g} times as long, aggregate.max_growth={self.max_growth:g}"
+            )
         if not (names := list(self._squares)):
             return
-        along = torch.stack([(state[name] * self._reference[name]).sum().double() for name in names]).tolist()
+        along = torch.stack(
+            [(state[name] * self._reference[name]).sum().double() for name in names]
+        ).tolist()
         for start, what in (("", "weights"), (BACKBONE, "backbone")):
             pairs = [
-                (new, self._squares[name]) for name, new in zip(names, along, strict=True) if name.startswith(start)
+                (new, self._squares[name])
+                for name, new in zip(names, along, strict=True)
+                if name.startswith(start)
             ]
             squared = math.fsum(old for _, old in pairs)
-            if squared > 1e-24 and (kept := math.fsum(new for new, _ in pairs) / squared) < LEAST_KEPT:
-                raise BadUpdate(f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more")
+            if (
+                squared > 1e-24
+                and (kept := math.fsum(new for new, _ in pairs) / squared) < LEAST_KEPT
+            ):
+                raise BadUpdate(
+                    f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
+                )
 
     @cached_property
     def _squares(self) -> dict[str, float]:
@@ -160,7 +224,11 @@ class Aggregator:
         return {name: norm**2 for name, norm in _norms(weights).items()}
 
     def _floating(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: state[name] for name, tensor in self._reference.items() if tensor.is_floating_point()}
+        return {
+            name: state[name]
+            for name, tensor in self._reference.items()
+            if tensor.is_floating_point()
+        }
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         raise NotImplementedError
@@ -171,7 +239,9 @@ class Aggregator:
     def _check(self, state: Mapping[str, Tensor], num_images: int) -> dict[str, float]:
         """Raises `BadUpdate`, or returns the norm of each floating tensor."""
         if type(num_images) is not int or not 0 < num_images <= self._max_images:
-            raise BadUpdate(f"it claims {num_images!r} images, possible are 1 to {self._max_images}")
+            raise BadUpdate(
+                f"it claims {num_images!r} images, possible are 1 to {self._max_images}"
+            )
         if missing := self._reference.keys() - state.keys():
             raise BadUpdate(f"{len(missing)} tensors are missing, e.g. {min(missing)}")
         if extra := state.keys() - self._reference.keys():
@@ -179,7 +249,9 @@ class Aggregator:
         for name, reference in self._reference.items():
             tensor = state[name]
             if tensor.shape != reference.shape:
-                raise BadUpdate(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(reference.shape)}")
+                raise BadUpdate(
+                    f"{name} has shape {tuple(tensor.shape)}, expected {tuple(reference.shape)}"
+                )
             if tensor.dtype != reference.dtype:
                 raise BadUpdate(f"{name} is {tensor.dtype}, expected {reference.dtype}")
         floating = self._floating(state)
@@ -201,7 +273,9 @@ class Aggregator:
                 if name.endswith("running_var") and (tensor < 0).any():
                     raise BadUpdate(f"{name} holds negative variances")
                 if name in statistics and (tensor.abs() > _most(name)).any():
-                    raise BadUpdate(f"{name} holds {tensor.abs().max().item():.3g}, possible is {_most(name):g}")
+                    raise BadUpdate(
+                        f"{name} holds {tensor.abs().max().item():.3g}, possible is {_most(name):g}"
+                    )
         return norms
 
 
@@ -220,12 +294,18 @@ class FedAvg(Aggregator):
     """
 
     def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+        self,
+        reference: Mapping[str, Tensor],
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
     ) -> None:
         """Starts an empty average; the arguments are those of `Aggregator`."""
         super().__init__(reference, max_images, changes=changes)
         self._sums = self._zeros()
-        self._held: list[tuple[int, int, list[Tensor]]] = []  # client, images, tensors, if shares are bounded
+        self._held: list[
+            tuple[int, int, list[Tensor]]
+        ] = []  # client, images, tensors, if shares are bounded
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         tensors = [state[name].detach() for name in self._reference]
@@ -239,7 +319,9 @@ class FedAvg(Aggregator):
         sums, images = self._sums, self.num_images
         if self._held:
             sums, images = self._zeros(), 0
-            counts = counted(dict(enumerate(claimed for _, claimed, _ in self._held)), self.max_share)
+            counts = counted(
+                dict(enumerate(claimed for _, claimed, _ in self._held)), self.max_share
+            )
             for (client, claimed, tensors), count in zip(self._held, counts.values(), strict=True):
                 torch._foreach_add_(sums, tensors, alpha=count)
                 images += count
@@ -250,7 +332,9 @@ class FedAvg(Aggregator):
         return {name: narrow(total / images, reference) for (name, reference), total in pairs}
 
     def _zeros(self) -> list[Tensor]:
-        return [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()]
+        return [
+            torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._reference.values()
+        ]
 
 
 def counted(images: Mapping[int, int], max_share: float) -> dict[int, int]:
@@ -287,7 +371,13 @@ def _norms(floating: Mapping[str, Tensor]) -> dict[str, float]:
     """
     if not floating:
         return {}
-    return dict(zip(floating, torch.stack(torch._foreach_norm(list(floating.values()))).tolist(), strict=True))
+    return dict(
+        zip(
+            floating,
+            torch.stack(torch._foreach_norm(list(floating.values()))).tolist(),
+            strict=True,
+        )
+    )
 
 
 def _most(name: str) -> float:

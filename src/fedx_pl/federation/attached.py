@@ -39,7 +39,9 @@ class Attached:
     checkpoints: Checkpoints
     device: torch.device
     state: RunState
-    described: dict[str, Any] | None = None  # what the files of the run folder say, for its checkpoints
+    described: dict[str, Any] | None = (
+        None  # what the files of the run folder say, for its checkpoints
+    )
     global_state: GlobalState
     workplace: Any  # the engine
     _record: RoundRecord | None
@@ -84,7 +86,9 @@ class Attached:
 
     def due(self, round_number: int) -> tuple[bool, bool]:
         """Whether (kNN, the linear probe) is due after a round."""
-        return self.evaluator.due(round_number, self.max_rounds) if self.evaluation else (False, False)
+        return (
+            self.evaluator.due(round_number, self.max_rounds) if self.evaluation else (False, False)
+        )
 
     @property
     def num_sampled(self) -> int:
@@ -122,13 +126,19 @@ class Attached:
         """
         most = round_number
         if self.datamodule.clients:
-            times = Counter(client for number in range(1, round_number + 1) for client in self.choose_clients(number))
+            times = Counter(
+                client
+                for number in range(1, round_number + 1)
+                for client in self.choose_clients(number)
+            )
             most = max(times.values())
         return privacy.epsilon(self.privacy.noise, most, self.privacy.delta)
 
     def first_state(self) -> GlobalState:
         """The global state before the first round."""
-        return GlobalState(weights=self.model.shared_state(), server=self.regularizer.server_state(self.model))
+        return GlobalState(
+            weights=self.model.shared_state(), server=self.regularizer.server_state(self.model)
+        )
 
     def _context(self, number: int) -> RoundContext:
         return RoundContext(
@@ -152,7 +162,11 @@ class Attached:
             tick: called after every step.
         """
         local = LocalTrainer(
-            self.model, device=self.device, precision=self.precision, regularizer=self.regularizer, tick=tick
+            self.model,
+            device=self.device,
+            precision=self.precision,
+            regularizer=self.regularizer,
+            tick=tick,
         )
         number = self.current_round + 1
         data, memory = self.client_data(client, number), self.memory_of(client)
@@ -173,7 +187,9 @@ class Attached:
         try:
             self.model.load_shared(self.global_state.weights)
         except ValueError as error:
-            raise UserError(f"{folder}: its weights are not those of its configuration ({error})") from error
+            raise UserError(
+                f"{folder}: its weights are not those of its configuration ({error})"
+            ) from error
 
     # --- what callbacks may do ----------------------------------------------------------------------------------------
 

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState, real, record_of, state_of, whole
+from fedx_pl.federation.run_state import (
+    DAMAGED,
+    ClientRecord,
+    RunState,
+    real,
+    record_of,
+    state_of,
+    whole,
+)
 from fedx_pl.files import (
     UNFINISHED,
     checksum,
@@ -51,7 +59,10 @@ from fedx_pl.files.reading import parse_json, parse_tensors, read_json
 # The folders of a run that this package writes to; a logger of the user's choice may have others beside them.
 FOLDERS = ("checkpoints", "clients", "pending", "evaluation", "tensorboard")
 FILES = ("global.safetensors", "state.json")  # of a round
-_LOOKS, _PAUSE = 20, 0.05  # at a folder whose rounds are replaced while it is read; seconds between them
+_LOOKS, _PAUSE = (
+    20,
+    0.05,
+)  # at a folder whose rounds are replaced while it is read; seconds between them
 
 _STATE, _LOSSES = "state/", "losses"
 BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
@@ -104,7 +115,9 @@ class Checkpoints:
             except DAMAGED as error:
                 require_there(self._folder)
                 file = self._client_file(client, record.last_round)
-                rounds = [folder for folder in self._committed() if _number(folder) >= record.last_round]
+                rounds = [
+                    folder for folder in self._committed() if _number(folder) >= record.last_round
+                ]
                 raise UserError(
                     f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
                     f"before it, remove {', '.join(map(str, rounds))} and type the same command"
@@ -128,7 +141,9 @@ class Checkpoints:
         """Makes a round permanent, then clears what it replaces."""
         require_there(self._folder)
         weights = tensor_bytes(global_state.tensors())
-        files = dict(zip(FILES, (weights, json_text(asdict(state), indent=1).encode()), strict=True))
+        files = dict(
+            zip(FILES, (weights, json_text(asdict(state), indent=1).encode()), strict=True)
+        )
         folder = self._rounds / f"round_{state.round:05d}"
         temporary = folder.with_name(f".{folder.name}{UNFINISHED}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -155,7 +170,10 @@ class Checkpoints:
         for folder in self._kept():
             try:
                 records = read_json(folder / "state.json")["clients"]
-                needed |= {self._client_file(int(client), record["last_round"]) for client, record in records.items()}
+                needed |= {
+                    self._client_file(int(client), record["last_round"])
+                    for client, record in records.items()
+                }
             except DAMAGED:
                 return  # Who knows what it needs.
         for file in self._clients.glob("*.safetensors"):
@@ -190,7 +208,11 @@ class Checkpoints:
             return None
         for bad, reason in damaged.items():
             newer = bad.name != "best" and _number(bad) > found[0].round
-            outcome = f"going on from round {found[0].round}" if newer else f"round {found[0].round} is whole"
+            outcome = (
+                f"going on from round {found[0].round}"
+                if newer
+                else f"round {found[0].round} is whole"
+            )
             warnings.warn(f"{bad} is damaged ({reason}); {outcome}", stacklevel=2)
             if mend:  # Out of the way, for people to look at: the round will be written again.
                 shutil.rmtree(aside := bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
@@ -285,7 +307,9 @@ class Checkpoints:
         except OSError:  # Some file systems have no links.
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(folder, temporary)
-        shutil.rmtree(best, ignore_errors=True)  # If this is the end, the next start makes it again from the round.
+        shutil.rmtree(
+            best, ignore_errors=True
+        )  # If this is the end, the next start makes it again from the round.
         os.replace(temporary, best)
 
     def _committed(self) -> list[Path]:
@@ -331,7 +355,9 @@ class UnfinishedRound:
         if update.seconds < WORTH * size_of(update.state.tensors()) / BYTES_PER_SECOND:
             return
         require_there(self._run)
-        tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {_LOSSES: update.losses}
+        tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {
+            _LOSSES: update.losses
+        }
         content = tensor_bytes(tensors)
         write_atomically(self._file(update.client), content, sync=False, private=True)
         told = {
@@ -354,7 +380,9 @@ class UnfinishedRound:
 
     def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:
         """The updates of a round that are whole, in the order they were saved, each client's once."""
-        lines = {line.get("client"): line for line in self._lines() if line.get("round") == round_number}
+        lines = {
+            line.get("client"): line for line in self._lines() if line.get("round") == round_number
+        }
         checkpoints = Checkpoints(self._run)
         for line in lines.values():
             try:
@@ -381,8 +409,16 @@ class UnfinishedRound:
         if checksum(content) != line["sha256"]:
             raise ValueError("torn")
         tensors, record, told = parse_tensors(content), record_of(line["record"]), line["told"]
-        losses, names, metrics = tensors.pop(_LOSSES), tuple(told["loss_names"]), dict(told["metrics"])
-        if not losses.is_floating_point() or losses.shape[1:] != (len(names),) or "total" not in names:
+        losses, names, metrics = (
+            tensors.pop(_LOSSES),
+            tuple(told["loss_names"]),
+            dict(told["metrics"]),
+        )
+        if (
+            not losses.is_floating_point()
+            or losses.shape[1:] != (len(names),)
+            or "total" not in names
+        ):
             raise ValueError("its losses have no names")
         if record.last_round != line["round"]:
             raise ValueError("its memory is of another round")
@@ -391,7 +427,9 @@ class UnfinishedRound:
             client=line["client"],
             num_images=whole(told["num_images"]),
             state=GlobalState.from_tensors(state),
-            memory=ClientMemory(last_round=record.last_round, steps=record.steps, epochs=record.epochs),
+            memory=ClientMemory(
+                last_round=record.last_round, steps=record.steps, epochs=record.epochs
+            ),
             losses=losses,
             loss_names=names,
             images_seen=whole(told["images_seen"]),

@@ -24,7 +24,9 @@ from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Up
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
-INITIAL_SCALE = 2.0**13  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
+INITIAL_SCALE = (
+    2.0**13
+)  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
 SCALE_STATE = ("scale", "_growth_tracker")  # of a GradScaler, what a client keeps
 
 
@@ -75,10 +77,19 @@ class LocalTrainer:
         # What is measured on images would tell of them what the noise is to hide.
         self._telling = [rates] if self.privacy.noise else [rates, *callbacks]
         # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
-        self.scaler = torch.amp.GradScaler(device.type, INITIAL_SCALE) if self.precision == "16-mixed" else None
+        self.scaler = (
+            torch.amp.GradScaler(device.type, INITIAL_SCALE)
+            if self.precision == "16-mixed"
+            else None
+        )
 
     def run(
-        self, context: RoundContext, *, client: int, data: ClientData, memory: ClientMemory | None = None
+        self,
+        context: RoundContext,
+        *,
+        client: int,
+        data: ClientData,
+        memory: ClientMemory | None = None,
     ) -> Update:
         """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
         started = time.perf_counter()
@@ -106,7 +117,9 @@ class LocalTrainer:
 
     def _new_trainer(self, epochs: int) -> pl.Trainer:
         gpu = self.device.type == "cuda"
-        plugins: list[Any] = [MixedPrecision("16-mixed", self.device.type, self.scaler)] if self.scaler else []
+        plugins: list[Any] = (
+            [MixedPrecision("16-mixed", self.device.type, self.scaler)] if self.scaler else []
+        )
         return pl.Trainer(
             max_epochs=epochs,
             limit_train_batches=self.max_batches or None,
@@ -115,7 +128,9 @@ class LocalTrainer:
             strategy=_StayOnDevice(self.device),
             precision=None if plugins else self.precision,  # type: ignore[arg-type]
             plugins=plugins or None,
-            callbacks=list(self.callbacks),  # Lightning adds those of entry points to the list that it is given.
+            callbacks=list(
+                self.callbacks
+            ),  # Lightning adds those of entry points to the list that it is given.
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -136,11 +151,15 @@ class LocalTrainer:
             scale |= {name: tensor.item() for name, tensor in kept.loss_scale.items()}
             self.scaler.load_state_dict(self.scaler.state_dict() | scale)
 
-    def _update(self, context: RoundContext, client: int, data: ClientData, before: ClientMemory) -> Update:
+    def _update(
+        self, context: RoundContext, client: int, data: ClientData, before: ClientMemory
+    ) -> Update:
         model, losses = self.model, self.model.loss_history()
         for_server, kept_by_regularizer = self.regularizer.finish(model)
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
-        weights, norms = protect(model.shared_state(), context.global_state.weights, self.privacy, seed=seed)
+        weights, norms = protect(
+            model.shared_state(), context.global_state.weights, self.privacy, seed=seed
+        )
         scale = self.scaler.state_dict() if self.scaler else {}
         metrics = model.round_metrics() | norms
         metrics |= {"loss_scale": scale["scale"]} if scale else {}
@@ -174,7 +193,8 @@ def batchnorm_statistics(model: SSLMethod) -> State:
     return {
         f"{module_name}.{name}": buffer
         for module_name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module_name.split(".")[0] not in private
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module_name.split(".")[0] not in private
         for name, buffer in module.named_buffers(recurse=False)
     }
 
@@ -184,7 +204,9 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, int | float):
         return value
     if getattr(value, "shape", None) != ():
-        raise UserError(f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its mean")
+        raise UserError(
+            f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its mean"
+        )
     return value.item()
 
 
@@ -247,9 +269,13 @@ def _fitting() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
-            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")  # Lightning on a newer torch
+            warnings.filterwarnings(
+                "ignore", ".*isinstance.treespec, LeafSpec.*"
+            )  # Lightning on a newer torch
             yield
-    except SystemExit:  # Lightning turns Ctrl-C into an exit and stops listening for it; there is a run to save.
+    except (
+        SystemExit
+    ):  # Lightning turns Ctrl-C into an exit and stops listening for it; there is a run to save.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt from None
     finally:

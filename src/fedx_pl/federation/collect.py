@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
 
 
-def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) -> dict[int, ClientRecord]:
+def collect(
+    trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator
+) -> dict[int, ClientRecord]:
     """Aggregates updates: those that an earlier process had saved, then the others as they come.
 
     Args:
@@ -38,13 +40,17 @@ def collect(trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator) ->
             _aggregate(record, rule, update)
         except BadUpdate as reason:  # It was good when it was saved.
             record.bytes_up = came
-            trainer.note(f"the saved update of {trainer.name_of(update.client)} is left out: {reason}")
+            trainer.note(
+                f"the saved update of {trainer.name_of(update.client)} is left out: {reason}"
+            )
             continue
         record.resumed.append(update.client)
         _keep(trainer, record, update)
         saved[update.client] = where
     waiting = [client for client in record.clients if client not in record.resumed]
-    for outcome in trainer.workplace.run(record.context, waiting, trainer.memory_of) if waiting else ():
+    for outcome in (
+        trainer.workplace.run(record.context, waiting, trainer.memory_of) if waiting else ()
+    ):
         try:
             if isinstance(outcome, Lost):
                 raise BadUpdate(outcome.reason)
@@ -65,7 +71,9 @@ def require_enough(trainer: FederatedTrainer, record: RoundRecord) -> None:
     number, good, told = record.number, len(record.updates), trainer.description
     if good < trainer.min_clients:
         again = "type the same command" if told.typed else "call fit again"
-        asking = "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
+        asking = (
+            "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
+        )
         raise UserError(
             f"round {number} has {good} good updates, {told.key('min_clients')}={trainer.min_clients}; "
             f"round {number - 1} is saved in {trainer.folder}. When the clients named above are mended, {again} to go "
@@ -108,7 +116,9 @@ def _keep(trainer: FederatedTrainer, record: RoundRecord, update: Update) -> Non
     record.updates.append(light)
 
 
-def _refuse(trainer: FederatedTrainer, record: RoundRecord, outcome: Update | Lost, reason: str) -> None:
+def _refuse(
+    trainer: FederatedTrainer, record: RoundRecord, outcome: Update | Lost, reason: str
+) -> None:
     client = outcome.client
     record.refused[client] = reason
     if not isinstance(outcome, Lost) or outcome.fault:

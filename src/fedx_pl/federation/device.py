@@ -10,7 +10,9 @@ from fedx_pl.errors import UserError
 def resolve_precision(precision: str, device: torch.device) -> str:
     """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
     if precision == "16-mixed" and device.type == "cpu":
-        raise UserError("optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed")
+        raise UserError(
+            "optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed"
+        )
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -20,7 +22,9 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 def resolve_device(name: str) -> torch.device:
     """``auto``: the GPU if there is one."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
@@ -37,10 +41,14 @@ def device_of(accelerator: str, devices: Sequence[int] | int | str) -> torch.dev
         devices: a list that names one GPU; anything else takes the first.
     """
     if accelerator not in ("auto", "cpu", "gpu", "cuda"):
-        raise UserError(f'accelerator="{accelerator}" is not known; write accelerator="auto", "cpu" or "gpu"')
+        raise UserError(
+            f'accelerator="{accelerator}" is not known; write accelerator="auto", "cpu" or "gpu"'
+        )
     device = resolve_device("cuda" if accelerator in ("gpu", "cuda") else accelerator)
     if device.type == "cpu" or isinstance(devices, int | str):
         return device
     if len(devices) != 1:
-        raise UserError(f"devices={list(devices)}: a process trains on one device; write e.g. devices=[0]")
+        raise UserError(
+            f"devices={list(devices)}: a process trains on one device; write e.g. devices=[0]"
+        )
     return resolve_device(f"cuda:{devices[0]}")

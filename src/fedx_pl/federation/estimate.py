@@ -59,7 +59,9 @@ def step_seconds(
         fastest, spent = float("inf"), 0.0
         while spent < BUDGET_SECONDS:
             started = time.perf_counter()
-            with torch.autocast(device.type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST):
+            with torch.autocast(
+                device.type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST
+            ):
                 total = loss(next(batches))
             total.backward()
             model.zero_grad()
@@ -117,14 +119,18 @@ def run_seconds(trainer: Attached, first_round: int = 1) -> float:
     evaluating = 0.0
     if trainer.evaluation:
         with restored(model):
-            evaluating = trainer.evaluator.estimate_seconds(model, trainer.device, first_round, rounds=rounds)
+            evaluating = trainer.evaluator.estimate_seconds(
+                model, trainer.device, first_round, rounds=rounds
+            )
     return steps_between(trainer, first_round, rounds) * per_step + evaluating
 
 
 def steps_of(trainer: Attached, client: int) -> int:
     """Optimizer steps of a client in one round."""
     steps = len(trainer.client_data(client, round_number=1))
-    return (min(steps, int(trainer.fast_dev_run)) if trainer.fast_dev_run else steps) * trainer.local_epochs
+    return (
+        min(steps, int(trainer.fast_dev_run)) if trainer.fast_dev_run else steps
+    ) * trainer.local_epochs
 
 
 def steps_between(trainer: Attached, first: int, last: int) -> int:
@@ -142,7 +148,9 @@ def restored(model: nn.Module) -> Iterator[None]:
     """
     containers, tensors, arrays, generators = _contents(model)
     python, numpy = random.getstate(), np.random.get_state()
-    devices = sorted({tensor.device.index for tensor, *_ in tensors if tensor.device.type == "cuda"})
+    devices = sorted(
+        {tensor.device.index for tensor, *_ in tensors if tensor.device.type == "cuda"}
+    )
     try:
         with torch.random.fork_rng(devices):
             yield
@@ -199,7 +207,9 @@ def _contents(model: nn.Module) -> tuple[list[Any], list[Any], list[Any], list[A
 def _refill(container: Any, content: Any) -> None:
     """Gives a container its former content, if it has another one now."""
     if isinstance(container, dict):
-        same = list(container) == list(content) and all(container[key] is content[key] for key in content)
+        same = list(container) == list(content) and all(
+            container[key] is content[key] for key in content
+        )
         if not same:
             container.clear()
             container.update(content)

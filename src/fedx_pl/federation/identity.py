@@ -57,7 +57,9 @@ class Identity:
     hparams: dict[str, float | str]  # what TensorBoard compares runs by
     read: Callable[[Path], dict[str, Any]]  # the content that a config.yaml tells of
     typed: bool = False  # on the command line: messages then speak of its keys
-    names_folder: bool = False  # whether the folder that the trainer is given is named after the run
+    names_folder: bool = (
+        False  # whether the folder that the trainer is given is named after the run
+    )
 
     @property
     def folder_name(self) -> str:
@@ -116,22 +118,30 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
 
 def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides the result: not where things are and how the run is carried out."""
-    content: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()}
+    content: dict[str, Any] = {
+        key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()
+    }
     for group in ("run", "engine", "health", "callbacks", "logger", "site"):
         content.pop(group, None)
-    content["aggregate"].pop("quarantine", None)  # A client that was mended is asked again by another value.
+    content["aggregate"].pop(
+        "quarantine", None
+    )  # A client that was mended is asked again by another value.
     if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
         content["aggregate"].pop("max_share")
     for place in ("cache", "download", "workers"):
         content["data"].pop(place, None)
-    content["fedca"]["base"] = Path(content["fedca"]["base"]).name  # A run's folder is named after what it holds.
+    content["fedca"]["base"] = Path(
+        content["fedca"]["base"]
+    ).name  # A run's folder is named after what it holds.
     content["fork"] = Path(content["fork"]).name
     # For a folder the root says which images, for the others only where they lie.
     if content["data"]["name"] != "folder":
         content["data"].pop("root", None)
     if content["data"]["name"] not in RESIZED:
         content["data"].pop("image_size", None)
-    if content["data"]["name"] not in SOURCES:  # Known only when they are loaded; the images have a fingerprint.
+    if (
+        content["data"]["name"] not in SOURCES
+    ):  # Known only when they are loaded; the images have a fingerprint.
         content["data"].pop("grayscale", None)
     return content
 
@@ -140,7 +150,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration as dotted keys and values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return found
 
 
@@ -151,7 +163,13 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
         UserError: a file was edited after it was imported; Python would go on with the old content.
     """
     code = loaded_code.require_current(plain_method(type(model)))
-    parts = (model.backbone, data.partition, trainer.regularizer, *trainer.client_callbacks, *trainer.evaluations)
+    parts = (
+        model.backbone,
+        data.partition,
+        trainer.regularizer,
+        *trainer.client_callbacks,
+        *trainer.evaluations,
+    )
     made_by = (getattr(model.backbone, "made_by", None), data.loader, trainer.rule)
     for thing in (*map(type, parts), *made_by):
         code |= {} if thing is None else foreign_code.code_of(thing)
@@ -159,7 +177,9 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     backbone = own_backbone(told, model, data)
     objects = _of_other_runs(model)
     if not told.typed:
-        objects |= trainer.made_with | _beyond_keys(model) | (_layers(model.backbone) if backbone else {})
+        objects |= (
+            trainer.made_with | _beyond_keys(model) | (_layers(model.backbone) if backbone else {})
+        )
     return Record(code, backbone, objects)
 
 
@@ -173,14 +193,21 @@ def _of_other_runs(model: SSLMethod) -> dict[str, str]:
 def _layers(network: torch.nn.Module) -> dict[str, str]:
     """A hash of a network without its weights: the classes and the plain attributes of its layers."""
     layers = {
-        name: (type(layer), {key: value for key, value in vars(layer).items() if _is_setting(key, value)})
+        name: (
+            type(layer),
+            {key: value for key, value in vars(layer).items() if _is_setting(key, value)},
+        )
         for name, layer in network.named_modules()
     }
     return {OWN_LAYERS: foreign_code.hash_of_values(layers)}
 
 
 def _is_setting(key: str, value: object) -> bool:
-    return not key.startswith("_") and key != "training" and not isinstance(value, torch.nn.Module | torch.Tensor)
+    return (
+        not key.startswith("_")
+        and key != "training"
+        and not isinstance(value, torch.nn.Module | torch.Tensor)
+    )
 
 
 def made_with(trainer: FederatedTrainer) -> dict[str, str]:
@@ -199,7 +226,9 @@ def _arguments(part: object) -> dict[str, Any]:
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     signature = inspect.signature(type(part)).parameters.values()
     wanted = [parameter.name for parameter in signature if parameter.kind in named]
-    kept = {name: value for name, value in vars(part).items() if not isinstance(value, torch.nn.Module)}
+    kept = {
+        name: value for name, value in vars(part).items() if not isinstance(value, torch.nn.Module)
+    }
     found = {name: kept[key] for name in wanted for key in (name, f"_{name}") if key in kept}
     return found if len(found) == len(wanted) else kept
 
@@ -215,12 +244,16 @@ def _beyond_keys(model: SSLMethod) -> dict[str, str]:
         and not isinstance(value, torch.nn.Module | torch.Tensor)
         and not (name in usual and usual[name].default is value)
     }
-    frozen = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad
+    ]
     found = {
         f"arguments of {type(model).__name__}": others,
         "frozen layers of the backbone": {"names": frozen} if frozen else {},
     }
-    return {name: foreign_code.hash_of_values(content) for name, content in found.items() if content}
+    return {
+        name: foreign_code.hash_of_values(content) for name, content in found.items() if content
+    }
 
 
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:
@@ -238,7 +271,9 @@ def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule
 
 def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> dict[str, Any]:
     name = _word(plain_method(type(model)), BUILT_IN)
-    backbone = getattr(model.backbone, "options", None) or backbones.BackboneOptions(name=_path(type(model.backbone)))
+    backbone = getattr(model.backbone, "options", None) or backbones.BackboneOptions(
+        name=_path(type(model.backbone))
+    )
     mixins: dict[str, Any] = {word: {"enabled": False} for word in MIXINS}
     for word, mixin in MIXINS.items():
         if isinstance(model, mixin):
@@ -252,15 +287,19 @@ def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule
         "profile": PYTHON,
         "recipe": PYTHON,
         "data": dataclasses.asdict(data.options),
-        "partition": {"kind": _word(type(data.partition), PARTITIONS)} | _settings(data.partition, leave=("clients",)),
+        "partition": {"kind": _word(type(data.partition), PARTITIONS)}
+        | _settings(data.partition, leave=("clients",)),
         "augment": dataclasses.asdict(data.augment_options),
         "backbone": dataclasses.asdict(backbone),
         "method": {"name": name} | _hyper_parameters(model),
         **mixins,
-        "regularizer": {"name": _word(type(trainer.regularizer), REGULARIZERS)} | _settings(trainer.regularizer),
-        "aggregate": dataclasses.asdict(trainer.aggregate) | ({"rule": _path(trainer.rule)} if trainer.rule else {}),
+        "regularizer": {"name": _word(type(trainer.regularizer), REGULARIZERS)}
+        | _settings(trainer.regularizer),
+        "aggregate": dataclasses.asdict(trainer.aggregate)
+        | ({"rule": _path(trainer.rule)} if trainer.rule else {}),
         "privacy": dataclasses.asdict(trainer.privacy),
-        "optim": dataclasses.asdict(model.optim) | {"batch_size": data.batch_size, "precision": trainer.precision},
+        "optim": dataclasses.asdict(model.optim)
+        | {"batch_size": data.batch_size, "precision": trainer.precision},
         "federation": {
             "clients": known,
             "rounds": trainer.max_rounds,
@@ -290,7 +329,9 @@ def _settings(part: object, leave: tuple[str, ...] = ()) -> dict[str, Any]:
     """The arguments that a part was made with, as far as it keeps them under their names and they are plain."""
     names = [name for name in inspect.signature(type(part)).parameters if name not in leave]
     found = {name: getattr(part, name) for name in names if hasattr(part, name)}
-    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    return {
+        name: value for name, value in found.items() if isinstance(value, bool | int | float | str)
+    }
 
 
 def _word(kind: type, known: Mapping[str, type]) -> str:

@@ -20,29 +20,47 @@ from fedx_pl.errors import UserError, install_hint, require
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
 
-_LEAST_VARIANCE = 1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
+_LEAST_VARIANCE = (
+    1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyOptions:
     """How much of a client may show in its update; off by default."""
 
-    clip: float = field(default=0.0, metadata={"help": "C, largest L2 norm of a client's update; 0: any"})
-    noise: float = field(default=0.0, metadata={"help": "standard deviation of the noise on an update, in units of C"})
-    delta: float = field(default=1e-5, metadata={"help": "of (epsilon, delta) differential privacy"})
-    max_epsilon: float = field(default=0.0, metadata={"help": "do not start a run that would spend more; 0: any"})
+    clip: float = field(
+        default=0.0, metadata={"help": "C, largest L2 norm of a client's update; 0: any"}
+    )
+    noise: float = field(
+        default=0.0,
+        metadata={"help": "standard deviation of the noise on an update, in units of C"},
+    )
+    delta: float = field(
+        default=1e-5, metadata={"help": "of (epsilon, delta) differential privacy"}
+    )
+    max_epsilon: float = field(
+        default=0.0, metadata={"help": "do not start a run that would spend more; 0: any"}
+    )
 
     def __post_init__(self) -> None:
         for name, instead in (("clip", "1"), ("noise", "10"), ("max_epsilon", "8")):
             value = getattr(self, name)
-            require(f"privacy.{name}", value, 0 <= value < math.inf, instead=f"privacy.{name}={instead}, or 0 for none")
+            require(
+                f"privacy.{name}",
+                value,
+                0 <= value < math.inf,
+                instead=f"privacy.{name}={instead}, or 0 for none",
+            )
         require("privacy.delta", self.delta, 0 < self.delta < 1, instead="privacy.delta=1e-5")
         if self.noise and not self.clip:
             raise UserError(
                 f"privacy.noise={self.noise} protects only updates of bounded norm; also type privacy.clip=1"
             )
         if self.max_epsilon and not self.noise:
-            raise UserError(f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10")
+            raise UserError(
+                f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10"
+            )
 
 
 def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
@@ -58,10 +76,14 @@ def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
             f"beside the weights; type regularizer=fedprox or none"
         )
     if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}")
+        raise UserError(
+            f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}"
+        )
 
 
-def require_budget(options: PrivacyOptions, rounds: int, epsilon_after: Callable[[int], float]) -> None:
+def require_budget(
+    options: PrivacyOptions, rounds: int, epsilon_after: Callable[[int], float]
+) -> None:
     """Raises a `UserError` if a run would spend more than `PrivacyOptions.max_epsilon`.
 
     Args:
@@ -78,7 +100,9 @@ def require_budget(options: PrivacyOptions, rounds: int, epsilon_after: Callable
         )
 
 
-def protect(state: State, received: State, options: PrivacyOptions, seed: int | None) -> tuple[State, dict[str, float]]:
+def protect(
+    state: State, received: State, options: PrivacyOptions, seed: int | None
+) -> tuple[State, dict[str, float]]:
     """An update as it may leave the client.
 
     ``d``, all floating tensors of ``state - received`` as one vector, becomes ``d min(1, C / |d|) + noise C N(0, 1)``.
@@ -95,9 +119,15 @@ def protect(state: State, received: State, options: PrivacyOptions, seed: int | 
     """
     if not options.clip:
         return state, {}
-    deltas = {name: _double(t, t) - _double(received[name], t) for name, t in state.items() if t.is_floating_point()}
+    deltas = {
+        name: _double(t, t) - _double(received[name], t)
+        for name, t in state.items()
+        if t.is_floating_point()
+    }
     norm = torch.stack([delta.square().sum() for delta in deltas.values()]).sum().sqrt().item()
-    if not options.noise and not norm > options.clip:  # NaN goes as it is: the server says in which tensor.
+    if (
+        not options.noise and not norm > options.clip
+    ):  # NaN goes as it is: the server says in which tensor.
         return state, {"update_norm": norm}
     if options.noise and not math.isfinite(norm):  # That training failed must not show either.
         deltas, norm = {name: torch.zeros_like(delta) for name, delta in deltas.items()}, 0.0
@@ -145,7 +175,9 @@ def composed_epsilon(answers: Mapping[float, int], delta: float) -> float:
     given = {noise: count for noise, count in answers.items() if count}
     if not all(noise > 0 for noise in given):
         return math.inf
-    from dp_accounting import GaussianDpEvent  # Here: most runs need none of it, and it takes seconds to load.
+    from dp_accounting import (
+        GaussianDpEvent,
+    )  # Here: most runs need none of it, and it takes seconds to load.
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant()
@@ -167,4 +199,6 @@ def _from_seed(seed: int) -> Callable[[torch.Size], Tensor]:
 def _from_os(shape: torch.Size) -> Tensor:
     """Noise from the operating system's own generator, which is made for secrets; numpy's and torch's are not."""
     bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12
-    return torch.from_numpy(ndtri((bits + 0.5) * 2.0**-52)).reshape(shape)  # 52 bits and a half: never 0 or 1.
+    return torch.from_numpy(ndtri((bits + 0.5) * 2.0**-52)).reshape(
+        shape
+    )  # 52 bits and a half: never 0 or 1.

@@ -82,7 +82,9 @@ class FedProx(Regularizer):
         self._parameters = list(trained_parameters(model).values())
         self._received = [p.detach().clone() for p in self._parameters]
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, model: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Adds to the gradients; a parameter without one has not moved."""
         pairs = zip(self._parameters, self._received, strict=True)
         moved = [(p.detach(), start, p.grad) for p, start in pairs if p.grad is not None]
@@ -147,7 +149,9 @@ class Scaffold(Regularizer):
                 f"{method}.configure_optimizers has {', '.join(f'{rate:g}' for rate in rates)}; {instead}"
             )
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, model: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, model: Any, optimizer: Optimizer
+    ) -> None:
         """Reads the learning rate: after the step, a scheduler may have changed it already."""
         self._rate = float(optimizer.param_groups[0]["lr"])
 
@@ -160,21 +164,31 @@ class Scaffold(Regularizer):
     @torch.no_grad()
     def finish(self, model: SSLMethod) -> tuple[State, State]:
         """The change of c_i goes to the server, c_i stays."""
-        if not self._rates:  # A scheduler's warm-up may begin with a round of zeros: nothing was learned.
+        if (
+            not self._rates
+        ):  # A scheduler's warm-up may begin with a round of zeros: nothing was learned.
             unchanged = [torch.zeros_like(own) for own in self._own]
             names = self._parameters
-            return dict(zip(names, unchanged, strict=True)), dict(zip(names, self._own, strict=True))
+            return dict(zip(names, unchanged, strict=True)), dict(
+                zip(names, self._own, strict=True)
+            )
         moved = torch._foreach_sub(self._received, [p.detach() for p in self._parameters.values()])
         own = torch._foreach_sub(torch._foreach_div(moved, self._rates), self._correction)
         change = torch._foreach_sub(own, self._own)
-        return dict(zip(self._parameters, change, strict=True)), dict(zip(self._parameters, own, strict=True))
+        return dict(zip(self._parameters, change, strict=True)), dict(
+            zip(self._parameters, own, strict=True)
+        )
 
     def fold(self, before: State, mean: State, share: float) -> State:
         """``c <- c + share * mean change``: absent clients' c_i did not change."""
         return {name: before[name] + share * mean[name] for name in before}
 
 
-REGULARIZERS: dict[str, type[Regularizer]] = {"none": Regularizer, "fedprox": FedProx, "scaffold": Scaffold}
+REGULARIZERS: dict[str, type[Regularizer]] = {
+    "none": Regularizer,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+}
 
 
 def require_fitting_optimizer(regularizer: Regularizer, model: SSLMethod, data: Any = None) -> None:
@@ -194,7 +208,9 @@ def require_fitting_optimizer(regularizer: Regularizer, model: SSLMethod, data: 
         return
     try:
         with restored(model):
-            model.local = LocalRound(round=1, rounds=1, client=0, epochs=1, epochs_before=0, seed=0, data=data)
+            model.local = LocalRound(
+                round=1, rounds=1, client=0, epochs=1, epochs_before=0, seed=0, data=data
+            )
             optimizers = optimizers_in(model.configure_optimizers())
     except Exception:
         return

@@ -36,12 +36,16 @@ class _Held(NamedTuple):
 class _Holding(Aggregator):
     """Keeps all updates; a subclass combines them."""
 
-    def __init__(self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]) -> None:
+    def __init__(
+        self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]
+    ) -> None:
         super().__init__(reference, max_images, changes=changes)
         self._held: list[_Held] = []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
-        self._held.append(_Held(client, num_images, {name: state[name].detach() for name in self._reference}))
+        self._held.append(
+            _Held(client, num_images, {name: state[name].detach() for name in self._reference})
+        )
 
     def _updates(self) -> list[_Held]:
         """By client: the order in which they came must not show."""
@@ -61,7 +65,9 @@ class _Holding(Aggregator):
 
     def _remark(self, client: int, text: str) -> None:
         before = self.remarks.get(client, text)
-        self.remarks[client] = before if text in before else f"{before}; {text}"  # Of counts, each kind says the same.
+        self.remarks[client] = (
+            before if text in before else f"{before}; {text}"
+        )  # Of counts, each kind says the same.
 
     def _mean(self, names: Sequence[str], updates: Sequence[_Held]) -> State:
         """FedAvg of some tensors of some updates."""
@@ -110,12 +116,16 @@ class TrimmedMean(_Holding):
 
     def _combine(self) -> State:
         updates, count = self._updates(), self.num_clients
-        cut = min(math.ceil(self.trim * count - 1e-9), (count - 1) // 2)  # 0.07 * 100 is a little more than 7.
+        cut = min(
+            math.ceil(self.trim * count - 1e-9), (count - 1) // 2
+        )  # 0.07 * 100 is a little more than 7.
         result = {name: torch.empty_like(reference) for name, reference in self._reference.items()}
         for name, target in result.items():
             for rows, values in _chunks([held.state[name] for held in updates]):
                 kept = values.sort(dim=0).values[cut : count - cut]
-                torch.atleast_1d(target)[rows] = narrow(kept.mean(dim=0, dtype=torch.float64), target)
+                torch.atleast_1d(target)[rows] = narrow(
+                    kept.mean(dim=0, dtype=torch.float64), target
+                )
         return result
 
 
@@ -123,7 +133,11 @@ class Median(TrimmedMean):
     """For each value the middle one of the clients', or the mean of the middle two."""
 
     def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int = MAX_IMAGES, *, changes: Collection[str] = ()
+        self,
+        reference: Mapping[str, Tensor],
+        max_images: int = MAX_IMAGES,
+        *,
+        changes: Collection[str] = (),
     ) -> None:
         """Starts without updates; the arguments are those of `Aggregator`."""
         super().__init__(reference, MEDIAN, max_images, changes=changes)
@@ -167,20 +181,25 @@ class NormClipping(_Holding):
         result: State = {}
         for kind, names in self._kinds().items():
             norms = [self._norm(held.state, names) for held in updates]
-            bound = self.clip * statistics.median_low(norms)  # Of two clients the smaller: one may be the attacker.
+            bound = self.clip * statistics.median_low(
+                norms
+            )  # Of two clients the smaller: one may be the attacker.
             fitted = []
             for held, norm in zip(updates, norms, strict=True):
                 if norm > bound:
                     held = held._replace(state=self._shortened(held.state, names, bound / norm))
                     self._remark(
-                        held.client, f"the change of its {kind} was clipped from norm {norm:.3g} to {bound:.3g}"
+                        held.client,
+                        f"the change of its {kind} was clipped from norm {norm:.3g} to {bound:.3g}",
                     )
                 fitted.append(held)
             result |= self._mean(names, fitted)
         return {name: result[name] for name in self._reference}
 
     def _norm(self, state: State, names: Sequence[str]) -> float:
-        ways = (self._way(state, name) for name in names if self._reference[name].is_floating_point())
+        ways = (
+            self._way(state, name) for name in names if self._reference[name].is_floating_point()
+        )
         return math.sqrt(float(sum(way.square().sum() for way in ways)))
 
     def _shortened(self, state: State, names: Sequence[str], scale: float) -> State:
@@ -239,7 +258,9 @@ class MultiKrum(_Holding):
 
     def _scores(self, names: Sequence[str]) -> Tensor:
         updates, count = self._updates(), self.num_clients
-        squared = torch.zeros(count, count, dtype=torch.float64, device=self._reference[names[0]].device)
+        squared = torch.zeros(
+            count, count, dtype=torch.float64, device=self._reference[names[0]].device
+        )
         for name in names:
             if not self._reference[name].is_floating_point():
                 continue
@@ -272,7 +293,9 @@ RULES: dict[str, type[Aggregator]] = {
 }
 
 
-def make_rule(options: AggregateOptions, reference: GlobalState, rule: type[Aggregator] | None = None) -> Aggregator:
+def make_rule(
+    options: AggregateOptions, reference: GlobalState, rule: type[Aggregator] | None = None
+) -> Aggregator:
     """A rule for one round.
 
     Args:
@@ -280,10 +303,24 @@ def make_rule(options: AggregateOptions, reference: GlobalState, rule: type[Aggr
         reference: the state that the round starts from.
         rule: a class of one's own, made with those of the options that its ``__init__`` asks for by name.
     """
-    require("aggregate.rule", options.rule, rule is not None or options.rule in RULES, instead=" or ".join(RULES))
+    require(
+        "aggregate.rule",
+        options.rule,
+        rule is not None or options.rule in RULES,
+        instead=" or ".join(RULES),
+    )
     kind = rule or RULES[options.rule]
-    asked = [name for name in inspect.signature(kind).parameters if name not in ("reference", "max_images", "changes")]
+    asked = [
+        name
+        for name in inspect.signature(kind).parameters
+        if name not in ("reference", "max_images", "changes")
+    ]
     settings = {name: getattr(options, name) for name in asked if hasattr(options, name)}
-    made = kind(reference.tensors(), max_images=options.max_images, changes=reference.server_names(), **settings)
+    made = kind(
+        reference.tensors(),
+        max_images=options.max_images,
+        changes=reference.server_names(),
+        **settings,
+    )
     made.max_growth, made.max_share = options.max_growth, options.max_share
     return made

@@ -29,7 +29,9 @@ class GlobalState:
     """
 
     weights: State
-    server: State = field(default_factory=dict)  # the regularizer's tensors, such as SCAFFOLD's control variate
+    server: State = field(
+        default_factory=dict
+    )  # the regularizer's tensors, such as SCAFFOLD's control variate
 
     def tensors(self) -> State:
         """Both parts by unique names."""
@@ -141,9 +143,13 @@ class RoundRecord:
     context: RoundContext
     clients: list[int]  # chosen to train
     updates: list[Update] = field(default_factory=list)  # the aggregated ones, without tensors
-    resumed: list[int] = field(default_factory=list)  # of them, clients that an earlier process had trained
+    resumed: list[int] = field(
+        default_factory=list
+    )  # of them, clients that an earlier process had trained
     refused: dict[int, str] = field(default_factory=dict)  # why, by client
-    at_fault: set[int] = field(default_factory=set)  # of the refused, those who answered, but not as they should
+    at_fault: set[int] = field(
+        default_factory=set
+    )  # of the refused, those who answered, but not as they should
     row: dict[str, Any] = field(default_factory=dict)  # of metrics.csv
     notes: list[str] = field(default_factory=list)  # what happened, in words
     alarms: list[str] = field(default_factory=list)  # what went wrong, in words
@@ -167,7 +173,9 @@ class RoundRecord:
             images = [update.num_images for update in telling]
             row["loss" if name == "total" else f"loss_{name}"] = mean(means, images)
         for name in dict.fromkeys(name for update in self.updates for name in update.metrics):
-            row[name] = mean([update.metrics[name] for update in self.updates if name in update.metrics])
+            row[name] = mean(
+                [update.metrics[name] for update in self.updates if name in update.metrics]
+            )
         data_seconds = sum(update.data_seconds for update in self.updates)
         return row | {
             "clients": len(self.updates),
@@ -219,6 +227,11 @@ def _parted(tensors: Mapping[str, Tensor], *marks: str) -> tuple[State, list[Sta
     """The unmarked tensors, and those of each mark without it."""
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(marks)}
     parts = [
-        {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)} for mark in marks
+        {
+            name.removeprefix(mark): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(mark)
+        }
+        for mark in marks
     ]
     return plain, parts

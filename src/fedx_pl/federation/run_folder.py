@@ -45,7 +45,9 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
     if file.exists():
         if not trainer.resume:
             go_on = "resume=auto" if told.typed else "resume=True"
-            raise UserError(f"{folder} holds a run already; type {told.another()}, or {go_on} to go on with it")
+            raise UserError(
+                f"{folder} holds a run already; type {told.another()}, or {go_on} to go on with it"
+            )
         _refuse_other_settings(trainer, told.read(file))
         _refuse_other_images(trainer)
         if trainer.checkpoints.rounds():
@@ -64,7 +66,9 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         if found is None or found[0].round < trainer.max_rounds:
             _require_space(trainer)
         if found is not None and found[0].config not in ("", told.hash):
-            raise UserError(f"the newest checkpoint in {folder} is of another run; type {told.another()}")
+            raise UserError(
+                f"the newest checkpoint in {folder} is of another run; type {told.another()}"
+            )
         if found is not None:
             _require_fitting(trainer, found[1], str(folder), instead=f"type {told.another()}")
         started = found or (RunState(), _first_state(trainer))
@@ -82,7 +86,9 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         held.close()
         raise
     if found is not None and found[0].round < trainer.max_rounds:
-        trainer.note(f"going on after round {found[0].round} of {trainer.max_rounds}, from {folder}")
+        trainer.note(
+            f"going on after round {found[0].round} of {trainer.max_rounds}, from {folder}"
+        )
     elif found is not None:
         more = told.together(f"{told.key('max_rounds')}={2 * found[0].round}", told.forking(folder))
         trainer.note(
@@ -109,10 +115,14 @@ def read_run(folder: Path, round_number: int | None = None) -> tuple[RunState, G
         UserError: there is no such round, or the files beside it are not those that it was trained with.
     """
     checkpoints = Checkpoints(folder)
-    found = checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
+    found = (
+        checkpoints.latest(mend=False) if round_number is None else checkpoints.read(round_number)
+    )
     if found is None:
         kept = "none of its rounds is whole" if checkpoints.rounds() else "it has no finished round"
-        raise UserError(f"{folder}: {kept}; type fedx-pl train run.dir={folder} and the run's own keys")
+        raise UserError(
+            f"{folder}: {kept}; type fedx-pl train run.dir={folder} and the run's own keys"
+        )
     if (before := found[0].described) is not None:
         _require_described(folder, found[0].round, before)
     return found
@@ -145,7 +155,9 @@ def _sum_of(file: Path, *keys: str) -> str:
         content = read_json(file)
         content = {key: content[key] for key in keys} if keys else content
     except DAMAGED as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); put the old one back") from error
+        raise UserError(
+            f"{file} is damaged ({type(error).__name__}: {error}); put the old one back"
+        ) from error
     return checksum(json.dumps(content, sort_keys=True).encode())
 
 
@@ -154,11 +166,21 @@ def _require_described(folder: Path, round_number: int, before: dict[str, Any]) 
     then, settings = before.get("config.yaml"), now.pop("config.yaml")
     then = then if isinstance(then, dict) else {}
     elsewhere = ("fedca.base", "fork")  # other runs, which may have been moved
-    differing = [key for key in then | settings if key not in elsewhere and then.get(key) != settings.get(key)]
+    differing = [
+        key
+        for key in then | settings
+        if key not in elsewhere and then.get(key) != settings.get(key)
+    ]
     # Without a record of its code a run is read all the same, with a note where that matters.
-    changed = [name for name, sums in now.items() if sums != before.get(name) and (sums or name != foreign_code.FILE)]
+    changed = [
+        name
+        for name, sums in now.items()
+        if sums != before.get(name) and (sums or name != foreign_code.FILE)
+    ]
     if differing:
-        values = ", ".join(f"{key}: {then.get(key)} -> {settings.get(key)}" for key in differing[:5])
+        values = ", ".join(
+            f"{key}: {then.get(key)} -> {settings.get(key)}" for key in differing[:5]
+        )
         changed.insert(0, f"config.yaml ({values})")
     if changed:
         raise UserError(
@@ -199,7 +221,12 @@ def _describe(trainer: FederatedTrainer, code: Record) -> None:
     if data.clients:  # Real sites keep to themselves which images they own.
         dealt = {key: value for key, value in told.content.items() if key.startswith("partition.")}
         options = {key.removeprefix("partition."): value for key, value in dealt.items()}
-        split_file.save(folder / "split.json", data.clients, fingerprint=data.images.fingerprint, options=options)
+        split_file.save(
+            folder / "split.json",
+            data.clients,
+            fingerprint=data.images.fingerprint,
+            options=options,
+        )
 
 
 def _is_ours(name: str) -> bool:
@@ -212,7 +239,9 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     first, fork, folder = trainer.first_state(), str(trainer.fork), trainer.folder
     if (folder / FORK).exists() and (fork or not trainer.description.typed):
         state = _read_first(folder / FORK)
-        _require_fitting(trainer, state, str(folder), instead=f"type {trainer.description.another()}")
+        _require_fitting(
+            trainer, state, str(folder), instead=f"type {trainer.description.another()}"
+        )
         return state
     if not fork:
         return first
@@ -224,7 +253,9 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     return found[1]
 
 
-def _require_fitting(trainer: FederatedTrainer, state: GlobalState, where: str, instead: str) -> None:
+def _require_fitting(
+    trainer: FederatedTrainer, state: GlobalState, where: str, instead: str
+) -> None:
     """Raises a `UserError` if a state is not one of this model."""
     shapes, own = _shapes(state), _shapes(trainer.first_state())
     if differing := [name for name in own | shapes if shapes.get(name) != own.get(name)]:
@@ -250,7 +281,10 @@ def _read_first(file: Path) -> GlobalState:
 def _require_space(trainer: FederatedTrainer) -> None:
     """Better no run than one that ends in its last hour."""
     folder, clients = trainer.folder, trainer.datamodule.clients
-    weights, private = size_of(trainer.first_state().tensors()), size_of(trainer.model.kept_tensors())
+    weights, private = (
+        size_of(trainer.first_state().tensors()),
+        size_of(trainer.model.kept_tensors()),
+    )
     # Kept rounds, the best and the one being written; pending updates; three private states of each client; the rest.
     rounds = trainer.keep + 2 + (trainer.num_sampled if clients else trainer.datamodule.num_clients)
     needed = weights * rounds + 3 * private * len(clients) + 50e6
@@ -270,7 +304,9 @@ def _refuse_other_images(trainer: FederatedTrainer) -> None:
     if not file.exists():
         return
     try:
-        before = split_file.load(file, fingerprint=data.fingerprint, num_images=len(data.train.images))
+        before = split_file.load(
+            file, fingerprint=data.fingerprint, num_images=len(data.train.images)
+        )
     except UserError:  # It speaks of `partition.file`, which the user did not give here.
         before = []
     if len(before) != len(clients) or not all(map(np.array_equal, before, clients)):

@@ -64,13 +64,20 @@ def state_of(manifest: Any) -> RunState:
     if callbacks is None:
         callbacks = _former_callbacks(manifest)
     described = manifest.get("described")
-    for part, kind in ((rows, list), (untrained, dict), (callbacks, dict), (described, dict | None)):
+    for part, kind in (
+        (rows, list),
+        (untrained, dict),
+        (callbacks, dict),
+        (described, dict | None),
+    ):
         if not isinstance(part, kind):
             raise TypeError(f"it has {type(part).__name__} for {kind}")
     if not all(isinstance(part, dict) for part in (*rows, *callbacks.values())):
         raise TypeError("a row or a callback's state has no keys")
     # A number that was not finite is null in JSON.
-    rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    rows = [
+        {key: math.nan if value is None else value for key, value in row.items()} for row in rows
+    ]
     for row in (untrained, *rows):
         for key in row.keys() & set(_NUMBERS):
             real(row[key])
@@ -84,7 +91,9 @@ def state_of(manifest: Any) -> RunState:
         round=whole(manifest["round"]),
         rows=rows,
         untrained=untrained,
-        clients={whole(int(client)): record_of(record) for client, record in manifest["clients"].items()},
+        clients={
+            whole(int(client)): record_of(record) for client, record in manifest["clients"].items()
+        },
         seconds=seconds,
         callbacks=callbacks,
         config=config,

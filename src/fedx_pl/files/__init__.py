@@ -130,7 +130,9 @@ def require_plain(folder: Path, inside: Sequence[str] = ()) -> None:
                     if path in own or any(parent in own for parent in path.parents):
                         waiting.append(path)
                 elif not entry.is_file():
-                    raise UserError(f"{path} is neither a file nor a folder; remove it from the run folder")
+                    raise UserError(
+                        f"{path} is neither a file nor a folder; remove it from the run folder"
+                    )
 
 
 def require_there(folder: Path) -> None:
@@ -142,7 +144,9 @@ def require_there(folder: Path) -> None:
         )
 
 
-def write_atomically(path: Path, content: bytes, *, sync: bool = True, private: bool = False) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, sync: bool = True, private: bool = False
+) -> None:
     """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it.
 
     A link is replaced and not followed.
@@ -204,9 +208,13 @@ def require_file(path: Path, option: str = "-o") -> None:
         UserError: it is a folder, a pipe or a device, or there is no folder for it.
     """
     if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first, or type another name")
+        raise UserError(
+            f"{option} {path}: there is no folder {path.parent}; make it first, or type another name"
+        )
     if path.exists() and not path.is_file():
-        raise UserError(f"{option} {path} is not a file, and is left as it is; type the name of a new file")
+        raise UserError(
+            f"{option} {path} is not a file, and is left as it is; type the name of a new file"
+        )
 
 
 def make_private(folder: Path) -> None:

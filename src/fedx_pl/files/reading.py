@@ -13,7 +13,9 @@ import yaml
 from safetensors.torch import load
 from torch import Tensor
 
-MAX_YAML = 250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
+MAX_YAML = (
+    250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
+)
 MAX_JSON = 64_000_000  # bytes; a split of a million images has 8 million
 MAX_DEPTH = 20  # of lists and mappings within each other
 MAX_NODES = 50_000  # values in a YAML file, those behind an alias counted each time
@@ -95,7 +97,9 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
         level = [node for node in level if isinstance(node, dict | list)]
         if not level:
             return tree
-        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+        level = [
+            item for node in level for item in (node.values() if isinstance(node, dict) else node)
+        ]
     raise ValueError(f"it nests more than {MAX_DEPTH} deep")
 
 
@@ -113,7 +117,9 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
     """The tensors of safetensors of somebody; a `ValueError` if they cannot be read, or are too many."""
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER:
-        raise ValueError(f"it has {length:,} bytes of names of tensors; at most {MAX_HEADER:,} are read")
+        raise ValueError(
+            f"it has {length:,} bytes of names of tensors; at most {MAX_HEADER:,} are read"
+        )
     try:
         count = len(parse_json(content[8 : 8 + length]))
     except (TypeError, ValueError) as error:

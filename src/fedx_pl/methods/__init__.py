@@ -7,6 +7,23 @@ from fedx_pl.methods.moco import MoCo
 from fedx_pl.methods.protocl import ProtoCL
 from fedx_pl.methods.simclr import SimCLR
 
-__all__ = ["BUILT_IN", "BYOL", "Embeddings", "FedU", "Loss", "MoCo", "ProtoCL", "SSLMethod", "SimCLR", "Views"]
+__all__ = [
+    "BUILT_IN",
+    "BYOL",
+    "Embeddings",
+    "FedU",
+    "Loss",
+    "MoCo",
+    "ProtoCL",
+    "SSLMethod",
+    "SimCLR",
+    "Views",
+]
 
-BUILT_IN: dict[str, type[SSLMethod]] = {"simclr": SimCLR, "moco": MoCo, "byol": BYOL, "protocl": ProtoCL, "fedu": FedU}
+BUILT_IN: dict[str, type[SSLMethod]] = {
+    "simclr": SimCLR,
+    "moco": MoCo,
+    "byol": BYOL,
+    "protocl": ProtoCL,
+    "fedu": FedU,
+}

@@ -52,7 +52,9 @@ class Views(NamedTuple):
     @property
     def relation(self) -> Tensor | None:
         """x_r: (r, C, h, w), the independent batch B_r; None unless `relation_batch` asks for it."""
-        return self.stacked[2 * len(self.rows) :] if len(self.stacked) > 2 * len(self.rows) else None
+        return (
+            self.stacked[2 * len(self.rows) :] if len(self.stacked) > 2 * len(self.rows) else None
+        )
 
 
 class Embeddings(NamedTuple):
@@ -97,7 +99,9 @@ class Loss(dict[str, Tensor]):
 
     def __or__(self, other: dict[str, Tensor]) -> "Loss":  # type: ignore[override]
         if twice := self.keys() & other.keys():
-            raise ValueError(f"two loss terms are both named {sorted(twice)}; give each its own name")
+            raise ValueError(
+                f"two loss terms are both named {sorted(twice)}; give each its own name"
+            )
         return Loss({**self, **other})
 
     def __ior__(self, other: dict[str, Tensor]) -> "Loss":  # type: ignore[override]
@@ -182,7 +186,9 @@ class SSLMethod(pl.LightningModule):
             optim: optimiser settings; the paper's by default.
         """
         super().__init__()
-        self.save_hyperparameters(ignore=["backbone"])  # Those of subclasses, too: Lightning looks at their frames.
+        self.save_hyperparameters(
+            ignore=["backbone"]
+        )  # Those of subclasses, too: Lightning looks at their frames.
         for name, units in (("hidden_dim", hidden_dim), ("embed_dim", embed_dim)):
             possible = hasattr(units, "__index__") and units >= 1
             require(f"method.{name}", units, possible, instead=f"method.{name}=256")
@@ -299,9 +305,17 @@ class SSLMethod(pl.LightningModule):
         if stage != "fit" or self._in_round:
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
-        data = datamodule.train_dataloader().data if hasattr(datamodule, "num_clients") else _UnknownData()
+        data = (
+            datamodule.train_dataloader().data
+            if hasattr(datamodule, "num_clients")
+            else _UnknownData()
+        )
         epochs, seed = max(self.trainer.max_epochs or 1, 1), torch.initial_seed() % 2**63
-        self.start_round(LocalRound(round=1, rounds=1, client=0, epochs=epochs, epochs_before=0, seed=seed, data=data))
+        self.start_round(
+            LocalRound(
+                round=1, rounds=1, client=0, epochs=epochs, epochs_before=0, seed=seed, data=data
+            )
+        )
 
     def on_fit_end(self) -> None:
         """The next fit starts another round."""
@@ -317,7 +331,11 @@ class SSLMethod(pl.LightningModule):
 
     def loss_history(self) -> Tensor:
         """(steps, 1 + terms) losses of the round: the total, then `term_names` in order. One copy from the device."""
-        return torch.stack(self._terms).cpu() if self._terms else torch.zeros(0, 1 + len(self.term_names))
+        return (
+            torch.stack(self._terms).cpu()
+            if self._terms
+            else torch.zeros(0, 1 + len(self.term_names))
+        )
 
     # --- Lightning ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +349,9 @@ class SSLMethod(pl.LightningModule):
             )
         self.term_names = self.term_names or tuple(loss)
         if tuple(loss) != self.term_names:
-            raise RuntimeError(f"loss terms changed within a round from {self.term_names} to {tuple(loss)}")
+            raise RuntimeError(
+                f"loss terms changed within a round from {self.term_names} to {tuple(loss)}"
+            )
         terms = loss.stacked()
         total = terms.sum()
         self._terms.append(torch.cat([total[None], terms]).detach())
@@ -360,18 +380,27 @@ class SSLMethod(pl.LightningModule):
 
 
 def mlp(
-    in_dim: int, hidden_dim: int, out_dim: int, *, batchnorm: bool = False, standardised: bool = False
+    in_dim: int,
+    hidden_dim: int,
+    out_dim: int,
+    *,
+    batchnorm: bool = False,
+    standardised: bool = False,
 ) -> nn.Module:
     """Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights): the shape of every head in the paper."""
     hidden = nn.BatchNorm1d(hidden_dim) if batchnorm else None
     output = nn.BatchNorm1d(out_dim, affine=False) if standardised else None
-    return ProjectionHead([(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)])
+    return ProjectionHead(
+        [(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)]
+    )
 
 
 @torch.no_grad()
 def update_ema(pair: EmaPair) -> None:
     """Moves the target's parameters towards the online ones in place; its BatchNorm statistics are its own."""
-    torch._foreach_lerp_(tuple(pair.target.parameters()), tuple(pair.online.parameters()), 1 - pair.momentum)
+    torch._foreach_lerp_(
+        tuple(pair.target.parameters()), tuple(pair.online.parameters()), 1 - pair.momentum
+    )
 
 
 @torch.no_grad()
@@ -382,6 +411,8 @@ def copy_state(into: State, source: State) -> None:
         raise ValueError(f"states differ in {len(odd)} names, the first is {odd[0]!r}")
     for name, tensor in into.items():
         if tensor.shape != source[name].shape:
-            raise ValueError(f"{name} has shape {tuple(source[name].shape)}, expected {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(source[name].shape)}, expected {tuple(tensor.shape)}"
+            )
     if into:
         torch._foreach_copy_(list(into.values()), [source[name] for name in into])

@@ -34,7 +34,9 @@ class BYOL(SSLMethod):
         # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is
         # standardised: nothing in BYOL's loss keeps the z of different images apart, and FedX's relational terms draw
         # them together.
-        self.projector = mlp(self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True)
+        self.projector = mlp(
+            self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True
+        )
         self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
         self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
         deactivate_requires_grad(self.target)
@@ -45,7 +47,10 @@ class BYOL(SSLMethod):
         prediction = self.predictor(torch.cat([z.first, z.second]))
         with torch.no_grad():
             target = self.target(batch.stacked[: 2 * n])
-        return Loss(byol=losses.alignment(prediction[:n], target[n:]) + losses.alignment(prediction[n:], target[:n]))
+        return Loss(
+            byol=losses.alignment(prediction[:n], target[n:])
+            + losses.alignment(prediction[n:], target[:n])
+        )
 
     def ema_pairs(self) -> list[EmaPair]:
         """The target follows backbone and projector."""

@@ -42,7 +42,12 @@ class MoCo(SSLMethod):
             tau: temperature; the FedX paper has 0.1 for all objectives. 0 takes the version's own, .07 or .2.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.version", version, version in (1, 2), instead="method.version=1 or method.version=2")
+        require(
+            "method.version",
+            version,
+            version in (1, 2),
+            instead="method.version=1 or method.version=2",
+        )
         require("method.momentum", momentum, 0 <= momentum <= 1, instead="method.momentum=0.99")
         require("method.queue_size", queue_size, queue_size >= 1, instead="method.queue_size=4096")
         require("method.tau", tau, tau >= 0, instead="method.tau=0.1, or 0 for the version's own")
@@ -90,7 +95,9 @@ class MoCo(SSLMethod):
 
     def kept_tensors(self) -> State:
         """Only the queue is kept: the key network is the query network again at the next round's start."""
-        return {name: t for name, t in super().kept_tensors().items() if not name.startswith("key.")}
+        return {
+            name: t for name, t in super().kept_tensors().items() if not name.startswith("key.")
+        }
 
     def reset_private(self) -> None:
         """An empty queue is random directions, as in the original."""

@@ -19,8 +19,12 @@ def hyper_parameters(method: type[SSLMethod]) -> dict[str, tuple[Any, Any, str]]
         parameters = inspect.signature(init).parameters.values()
         for parameter in parameters:
             name, default = parameter.name, parameter.default
-            if isinstance(default, bool | int | float | str | list | tuple):  # What can be typed on a command line.
-                found.setdefault(name, (_plain_type(hints.get(name, Any)), default, helps.get(name, "")))
+            if isinstance(
+                default, bool | int | float | str | list | tuple
+            ):  # What can be typed on a command line.
+                found.setdefault(
+                    name, (_plain_type(hints.get(name, Any)), default, helps.get(name, ""))
+                )
         if cls is SSLMethod or not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found

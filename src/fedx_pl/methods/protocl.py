@@ -48,9 +48,18 @@ class ProtoCL(MoCo):
             moco: keyword arguments of `MoCo`.
         """
         possible = len(cluster_sizes) > 0 and all(size >= 1 for size in cluster_sizes)
-        require("method.cluster_sizes", list(cluster_sizes), possible, instead="method.cluster_sizes=[25,10,5]")
+        require(
+            "method.cluster_sizes",
+            list(cluster_sizes),
+            possible,
+            instead="method.cluster_sizes=[25,10,5]",
+        )
         super().__init__(backbone, **moco)
-        self.cluster_sizes, self.warmup_epochs, self.prototype_weight = cluster_sizes, warmup_epochs, prototype_weight
+        self.cluster_sizes, self.warmup_epochs, self.prototype_weight = (
+            cluster_sizes,
+            warmup_epochs,
+            prototype_weight,
+        )
         self.clusterings: list[Clustering] = []
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
@@ -59,7 +68,9 @@ class ProtoCL(MoCo):
             proto_nce(z.first, c.prototypes, c.cluster[batch.rows], concentration=c.concentration)
             for c in self.clusterings
         ]
-        prototype = torch.stack(terms).mean() if terms else z.first.new_zeros((), dtype=torch.float32)
+        prototype = (
+            torch.stack(terms).mean() if terms else z.first.new_zeros((), dtype=torch.float32)
+        )
         return super().loss(batch, z) | Loss(prototype=self.prototype_weight * prototype)
 
     def on_round_start(self) -> None:
@@ -78,7 +89,9 @@ class ProtoCL(MoCo):
         with eager(self.key):
             features = torch.cat([self.keys(x) for x in self.local.data.plain_batches()])
         self.key.train()
-        generator = torch.Generator(features.device).manual_seed(derive(self.local.seed, "k-means", epoch))
+        generator = torch.Generator(features.device).manual_seed(
+            derive(self.local.seed, "k-means", epoch)
+        )
         self.clusterings = [cluster(features, k, self.tau, generator=generator) for k in counts]
 
 
@@ -91,16 +104,23 @@ def cluster(features: Tensor, k: int, temperature: float, generator: torch.Gener
     """
     centres, assigned, distance = k_means(features, k, generator)
     size = torch.bincount(assigned, minlength=k)
-    phi = features.new_zeros(k).index_add_(0, assigned, distance) / (size.clamp(min=1) * torch.log(size + 10.0))
+    phi = features.new_zeros(k).index_add_(0, assigned, distance) / (
+        size.clamp(min=1) * torch.log(size + 10.0)
+    )
     phi = torch.where(size <= 1, phi.max(), phi)
     low, high = torch.quantile(phi, phi.new_tensor([0.1, 0.9]))
     phi = phi.clamp(low, high)
     # Identical images make phi vanish: every cluster then has the plain temperature.
-    phi = torch.where(phi.mean() > 0, phi / phi.mean().clamp(min=1e-12), torch.ones_like(phi)) * temperature
+    phi = (
+        torch.where(phi.mean() > 0, phi / phi.mean().clamp(min=1e-12), torch.ones_like(phi))
+        * temperature
+    )
     return Clustering(F.normalize(centres, dim=1), assigned, phi)
 
 
-def k_means(x: Tensor, k: int, generator: torch.Generator, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+def k_means(
+    x: Tensor, k: int, generator: torch.Generator, iterations: int = 20
+) -> tuple[Tensor, Tensor, Tensor]:
     """Lloyd's algorithm from random images.
 
     Args:

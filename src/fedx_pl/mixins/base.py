@@ -12,9 +12,13 @@ class Mixin(SSLMethod):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
-        own = [i for i, base in enumerate(order) if "loss" in vars(base) and issubclass(base, Mixin)]
+        own = [
+            i for i, base in enumerate(order) if "loss" in vars(base) and issubclass(base, Mixin)
+        ]
         last = max(own, default=0)
-        if early := [base for base in order[1:last] if "loss" in vars(base) and not issubclass(base, Mixin)]:
+        if early := [
+            base for base in order[1:last] if "loss" in vars(base) and not issubclass(base, Mixin)
+        ]:
             mixin, bases = order[last].__name__, ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
                 f"{mixin} must come first: class {cls.__name__}({mixin}, {early[0].__name__}), not ({bases})"
@@ -50,4 +54,8 @@ def wrap(mixin: type[Mixin], method: type[SSLMethod]) -> type[SSLMethod]:
     if issubclass(method, mixin):
         return method
     prefix = mixin.__name__.removesuffix("Mixin")
-    return type(f"{prefix}{method.__name__}", (mixin, method), {"__doc__": f"{prefix} on {method.__name__}."})
+    return type(
+        f"{prefix}{method.__name__}",
+        (mixin, method),
+        {"__doc__": f"{prefix} on {method.__name__}."},
+    )

@@ -23,9 +23,13 @@ from fedx_pl.mixins.teacher import Frozen, copy_network
 class FedCAOptions:
     """The alignment term."""
 
-    enabled: bool = field(default=False, metadata={"help": "add FedCA's alignment to the method (short: fedca=true)"})
+    enabled: bool = field(
+        default=False, metadata={"help": "add FedCA's alignment to the method (short: fedca=true)"}
+    )
     beta: float = field(default=1.0, metadata={"help": "its weight"})
-    base: str = field(default="", metadata={"help": "run folder of the base encoder, trained on public images"})
+    base: str = field(
+        default="", metadata={"help": "run folder of the base encoder, trained on public images"}
+    )
 
     def __post_init__(self) -> None:
         require("fedca.beta", self.beta, self.beta >= 0, instead="fedca.beta=1")
@@ -44,10 +48,14 @@ class FedCAMixin(Mixin):
         """
         super().__init__(*args, **kwargs)
         self.fedca = options_of("fedca", fedca, FedCAOptions)
-        network = nn.ModuleDict({"backbone": copy_network(self.backbone), "projector": copy_network(self.projector)})
+        network = nn.ModuleDict(
+            {"backbone": copy_network(self.backbone), "projector": copy_network(self.projector)}
+        )
         state = _base_state(self.fedca.base)
         try:
-            network.load_state_dict({name: tensor for name, tensor in state.items() if name in network.state_dict()})
+            network.load_state_dict(
+                {name: tensor for name, tensor in state.items() if name in network.state_dict()}
+            )
         except RuntimeError as error:
             reason = str(error).splitlines()[1].strip()
             raise UserError(

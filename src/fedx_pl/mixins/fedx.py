@@ -57,7 +57,9 @@ class FedXMixin(Mixin):
         self.fedx = options_of("fedx", fedx, FedXOptions)
         self.now = self.fedx  # what counts in this round
         self.relation_batch = self.fedx.relational and self.fedx.relation == "batch"
-        self.fedx_head = mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
+        self.fedx_head = (
+            mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
+        )
         self.global_model = Frozen()  # F
         self.relation_queue: RelationQueue | None = None
 
@@ -67,7 +69,9 @@ class FedXMixin(Mixin):
         if w.local_contrast > 0:
             terms |= super().loss(batch, z) * w.local_contrast
         if w.local_relation > 0:
-            relation = relational(z.first, z.second, seen.anchors, tau=w.tau, divergence=w.divergence)
+            relation = relational(
+                z.first, z.second, seen.anchors, tau=w.tau, divergence=w.divergence
+            )
             terms |= Loss(local_relation=relation) * w.local_relation
         if w.is_global:
             h_first, h_second = self.fedx_head(torch.cat([z.first, z.second])).chunk(2)
@@ -75,7 +79,9 @@ class FedXMixin(Mixin):
             contrast = nt_xent if w.contrast == "symmetric" else global_contrast
             terms |= Loss(global_contrast=contrast(h_first, seen.second, w.tau)) * w.global_contrast
         if w.global_relation > 0:
-            relation = relational(h_first, h_second, seen.teacher_anchors, tau=w.tau, divergence=w.divergence)
+            relation = relational(
+                h_first, h_second, seen.teacher_anchors, tau=w.tau, divergence=w.divergence
+            )
             terms |= Loss(global_relation=relation) * w.global_relation
         return terms
 

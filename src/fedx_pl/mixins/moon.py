@@ -21,13 +21,17 @@ from fedx_pl.mixins.teacher import Frozen, copy_network
 class MoonOptions:
     """The model-contrastive term."""
 
-    enabled: bool = field(default=False, metadata={"help": "add MOON's term to the method (short: moon=true)"})
+    enabled: bool = field(
+        default=False, metadata={"help": "add MOON's term to the method (short: moon=true)"}
+    )
     mu: float = field(default=1.0, metadata={"help": "its weight"})
     tau: float = field(default=0.5, metadata={"help": "its temperature"})
 
     def __post_init__(self) -> None:
         require("moon.mu", self.mu, self.mu >= 0, instead="moon.mu=1, or 0.1, 5, 10 as in MOON")
-        require("moon.tau", self.tau, self.tau > 0, instead="a positive number; MOON's is moon.tau=0.5")
+        require(
+            "moon.tau", self.tau, self.tau > 0, instead="a positive number; MOON's is moon.tau=0.5"
+        )
 
 
 class MoonMixin(Mixin):
@@ -47,14 +51,19 @@ class MoonMixin(Mixin):
         """
         super().__init__(*args, **kwargs)
         self.moon = options_of("moon", moon, MoonOptions)
-        self.moon_previous = nn.Sequential(copy_network(self.backbone), copy_network(self.projector))
+        self.moon_previous = nn.Sequential(
+            copy_network(self.backbone), copy_network(self.projector)
+        )
         deactivate_requires_grad(self.moon_previous)
         self._moon_global, self._moon_before = Frozen(), Frozen()
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms and the model contrast."""
         contrast = model_contrast(
-            z.first, self._moon_global(batch.first), self._moon_before(batch.first), tau=self.moon.tau
+            z.first,
+            self._moon_global(batch.first),
+            self._moon_before(batch.first),
+            tau=self.moon.tau,
         )
         return super().loss(batch, z) | Loss(model_contrast=self.moon.mu * contrast)
 
@@ -83,4 +92,7 @@ class MoonMixin(Mixin):
         return [*super().teachers(), self._moon_global, self._moon_before]
 
     def _remember(self) -> None:
-        copy_state(self.moon_previous.state_dict(), nn.Sequential(self.backbone, self.projector).state_dict())
+        copy_state(
+            self.moon_previous.state_dict(),
+            nn.Sequential(self.backbone, self.projector).state_dict(),
+        )

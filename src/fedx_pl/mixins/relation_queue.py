@@ -35,7 +35,8 @@ class RelationQueue(NamedTuple):
     def pushed(self, local: Tensor, teacher: Tensor | None) -> "RelationQueue":
         """The queue with the newest embeddings in front; the oldest fall out. Without F's, only f's move."""
         return RelationQueue(
-            _join(local, self.local), self.teacher if teacher is None else _join(teacher, self.teacher)
+            _join(local, self.local),
+            self.teacher if teacher is None else _join(teacher, self.teacher),
         )
 
 

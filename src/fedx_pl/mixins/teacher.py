@@ -20,7 +20,9 @@ class Frozen:
     def __init__(self) -> None:
         """Starts empty; `refresh` makes the copy."""
         self.network: nn.Module | None = None
-        self._folded: list[tuple[str, str]] = []  # names of a layer and the BatchNorm folded into it
+        self._folded: list[
+            tuple[str, str]
+        ] = []  # names of a layer and the BatchNorm folded into it
         self._unfolded: nn.Module | None = None  # to check the folded network by, once
         self._may_fold = True
         self._compiled = False
@@ -83,7 +85,9 @@ class Frozen:
             setattr(network.get_submodule(parent), child, nn.Identity().eval())
             folded = network.get_submodule(layer)
             if folded.bias is None:
-                folded.bias = nn.Parameter(folded.weight.new_zeros(len(folded.weight)), requires_grad=False)
+                folded.bias = nn.Parameter(
+                    folded.weight.new_zeros(len(folded.weight)), requires_grad=False
+                )
         self._compile()
 
     def _check(self, x: Tensor) -> None:
@@ -120,7 +124,9 @@ def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
         network: in the mode, train or eval, in which it will run.
     """
     try:
-        nodes = fx.Tracer().trace(copy.deepcopy(network)).nodes  # A copy: compiled modules cannot be traced.
+        nodes = (
+            fx.Tracer().trace(copy.deepcopy(network)).nodes
+        )  # A copy: compiled modules cannot be traced.
     except Exception:  # Tracing runs foreign code on stand-ins for tensors: it may fail in any way.
         return []
     calls = [str(node.target) for node in nodes if node.op == "call_module"]

@@ -44,7 +44,9 @@ class Rules(NamedTuple):
     """Decides what is not taken apart here."""
 
     refer: Callable[[Named], Part]  # a name for a class, a function or a module
-    is_opaque: Callable[[type], bool]  # whether instances of a class count by the name of the class only
+    is_opaque: Callable[
+        [type], bool
+    ]  # whether instances of a class count by the name of the class only
 
 
 def fingerprint(thing: Definition, rules: Rules) -> str:
@@ -59,7 +61,9 @@ def fingerprint_of_values(values: Mapping[str, object], rules: Rules) -> str:
 
 def is_transparent(kind: type) -> bool:
     """Whether instances are mere data, or a network, even if a library defines their class."""
-    return issubclass(kind, nn.Module | torch.dtype | torch.device | tuple | list | dict) or is_dataclass(kind)
+    return issubclass(
+        kind, nn.Module | torch.dtype | torch.device | tuple | list | dict
+    ) or is_dataclass(kind)
 
 
 def held_by(function: FunctionType) -> list[object]:
@@ -85,7 +89,9 @@ def _hash(parts: Sequence[object], rules: Rules) -> str:
     return digest.hexdigest()
 
 
-def _lines(parts: Sequence[object], rules: Rules, seen: dict[int, tuple[int, object]]) -> Iterator[str]:
+def _lines(
+    parts: Sequence[object], rules: Rules, seen: dict[int, tuple[int, object]]
+) -> Iterator[str]:
     """Values as text, breadth first, so that one that is huge leaves room for its neighbors.
 
     Args:
@@ -128,7 +134,9 @@ def _take_apart(value: Any, kind: type, rules: Rules, seen: dict[int, tuple[int,
         return Part("property", [kind, value.fget, value.fset, value.fdel])
     if issubclass(kind, classmethod | staticmethod):
         return Part("method", [kind, value.__func__])
-    wrapped = getattr(value, "__dict__", {}).get("__wrapped__")  # As functools.lru_cache keeps it, or numba.
+    wrapped = getattr(value, "__dict__", {}).get(
+        "__wrapped__"
+    )  # As functools.lru_cache keeps it, or numba.
     return Part("instance", [kind, wrapped, *(() if rules.is_opaque(kind) else _state(value))])
 
 
@@ -147,7 +155,9 @@ def _plain_text(value: object) -> str:
 def _place(thing: Named) -> Part:
     """Tells classes and functions of one set apart, without visiting them: two lambdas have the same name."""
     code = thing.__code__ if isinstance(thing, FunctionType) else None
-    return Part(f"{getattr(thing, '__qualname__', thing.__name__)} {[*code.co_positions()] if code else ''}")
+    return Part(
+        f"{getattr(thing, '__qualname__', thing.__name__)} {[*code.co_positions()] if code else ''}"
+    )
 
 
 def _class_parts(kind: type) -> list[object]:
@@ -161,7 +171,9 @@ def _is_note(name: str, value: object) -> bool:
 
 
 def _function_parts(function: FunctionType) -> list[object]:
-    names = sorted({step.argval for step in _steps(function.__code__) if step.opname in _GLOBAL_READS})
+    names = sorted(
+        {step.argval for step in _steps(function.__code__) if step.opname in _GLOBAL_READS}
+    )
     named = {name: function.__globals__[name] for name in names if name in function.__globals__}
     held = [function.__defaults__, function.__kwdefaults__, function.__dict__, *held_by(function)]
     return [function.__code__, held, named]
@@ -180,7 +192,9 @@ def _array_parts(array: Any) -> list[object]:
     parts: list[object] = [str(array.dtype), shape]
     try:
         if isinstance(array, Tensor):
-            sample = array.detach().reshape(-1)[::step].cpu().resolve_conj().resolve_neg().contiguous()
+            sample = (
+                array.detach().reshape(-1)[::step].cpu().resolve_conj().resolve_neg().contiguous()
+            )
             return [*parts, checksum(sample.view(torch.uint8).numpy().tobytes())]
         sample = array.reshape(-1)[::step]
         # The bytes of Python objects are addresses.

@@ -45,13 +45,19 @@ class Record:
     """What a run folder says of the code that trained it."""
 
     modules: Code = field(default_factory=dict)
-    backbone: str = ""  # the class of a backbone that the method brought; empty: the configuration's
-    objects: Code = field(default_factory=dict)  # likewise, what a run was given in Python that no key can say
+    backbone: str = (
+        ""  # the class of a backbone that the method brought; empty: the configuration's
+    )
+    objects: Code = field(
+        default_factory=dict
+    )  # likewise, what a run was given in Python that no key can say
 
     @property
     def hash(self) -> str:
         """Sixteen digits for result files; empty if all code is this package's."""
-        return checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
+        return (
+            checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
+        )
 
 
 def read_record(folder: Path) -> Record | None:
@@ -83,7 +89,9 @@ def _code_of(thing: Any) -> Code:
         return {} if _is_foreign_library(thing.__module__) else _Walk(homes=set()).run([thing])
     kind_of = thing if isinstance(thing, type) else type(thing)
     classes = [kind for kind in kind_of.__mro__ if not _is_packaged(kind.__module__)]
-    built_on_us = [kind for kind in classes if any(_is_packaged(base.__module__) for base in kind.__mro__)]
+    built_on_us = [
+        kind for kind in classes if any(_is_packaged(base.__module__) for base in kind.__mro__)
+    ]
     if not built_on_us and _is_foreign_library(kind_of.__module__):
         return {}
     return _Walk(homes={_top(kind.__module__) for kind in built_on_us}).run(classes)
@@ -211,7 +219,11 @@ def _locate(name: str) -> _Place:
     module = sys.modules.get(name)
     if module is not None:
         file, path = getattr(module, "__file__", None), getattr(module, "__path__", None)
-        return _Place(Path(file) if file else None, module.__package__ or "", None if path is None else [*path])
+        return _Place(
+            Path(file) if file else None,
+            module.__package__ or "",
+            None if path is None else [*path],
+        )
     parent, dot, _ = name.rpartition(".")
     path = _locate(parent).path if dot else None
     try:
@@ -221,7 +233,9 @@ def _locate(name: str) -> _Place:
     if spec is None:
         return _Place()
     file, inner = spec.origin if spec.has_location else None, spec.submodule_search_locations
-    return _Place(Path(file) if file else None, spec.parent or "", None if inner is None else [*inner])
+    return _Place(
+        Path(file) if file else None, spec.parent or "", None if inner is None else [*inner]
+    )
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:

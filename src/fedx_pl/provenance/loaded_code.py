@@ -27,8 +27,12 @@ _CARRIERS = (  # what functions may hide in
     dict, list, tuple, CellType, property, classmethod, staticmethod, cached_property, partial, partialmethod,
     type(lru_cache(len)),
 )  # fmt: skip
-_made_of: WeakKeyDictionary[type, Code] = WeakKeyDictionary()  # the files behind a class when it was made
-_first_seen: dict[str, tuple[ModuleSpec | None, str]] = {}  # by module: what was loaded, and its file's hash
+_made_of: WeakKeyDictionary[type, Code] = (
+    WeakKeyDictionary()
+)  # the files behind a class when it was made
+_first_seen: dict[
+    str, tuple[ModuleSpec | None, str]
+] = {}  # by module: what was loaded, and its file's hash
 
 
 def remember(method: type) -> None:
@@ -48,7 +52,9 @@ def require_current(method: type) -> Code:
     """
     code = code_of(method)
     loaded = [(name, _loaded(name, now)) for name, now in code.items() if file_of(name)]
-    for kind in method.__mro__:  # The user's class may be a base of the one that trains, as of FedXMine.
+    for (
+        kind
+    ) in method.__mro__:  # The user's class may be a base of the one that trains, as of FedXMine.
         loaded += _made_of.get(kind, {}).items()
     edited = dict.fromkeys(name for name, sha256 in loaded if sha256 != code.get(name))
     if edited:
@@ -70,7 +76,9 @@ def _loaded(name: str, now: str) -> str:
     if module is None:  # It will be read when a function imports it.
         return now
     spec = getattr(module, "__spec__", None)
-    if name not in _first_seen or _first_seen[name][0] is not spec:  # `importlib.reload` makes a new one.
+    if (
+        name not in _first_seen or _first_seen[name][0] is not spec
+    ):  # `importlib.reload` makes a new one.
         _first_seen[name] = spec, _STALE if _is_stale(module) else now
     return _first_seen[name][1]
 
@@ -93,7 +101,9 @@ def _is_stale(module: ModuleType) -> bool:
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """The functions of a module's own source that can be reached from its names."""
     stack: list[object] = [vars(module)]
-    seen: dict[int, object] = {}  # It holds the objects, since the id of a dead one is given to another.
+    seen: dict[
+        int, object
+    ] = {}  # It holds the objects, since the id of a dead one is given to another.
     while stack:
         value = stack.pop()
         if id(value) in seen:

@@ -96,9 +96,13 @@ class FlowerEngine(Engine):
         self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
         self.book = SiteBook(trainer.folder / "federation.json")
         self.guests: dict[str, Guest] = {}  # by name
-        self._greeted: dict[tuple[int, str], str] = {}  # (node, since) -> message; "" once answered or refused
+        self._greeted: dict[
+            tuple[int, str], str
+        ] = {}  # (node, since) -> message; "" once answered or refused
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
-        self._told: dict[int, set[str]] = {}  # by client, the names of its losses and metrics beyond the usual ones
+        self._told: dict[
+            int, set[str]
+        ] = {}  # by client, the names of its losses and metrics beyond the usual ones
         self._started = False
         self.expected = trainer.datamodule.num_clients  # sites that the first round waits for
 
@@ -122,12 +126,16 @@ class FlowerEngine(Engine):
                 break
             if there != told:
                 names = ", ".join(able) or "none"
-                self.trainer.note(f"round {round_number} waits for {wanted} sites; there now: {names}")
+                self.trainer.note(
+                    f"round {round_number} waits for {wanted} sites; there now: {names}"
+                )
                 told = there
             time.sleep(POLL_SECONDS)
         self._started = True
         # Numbered by name, not by arrival: the same sites are the same clients in another run.
-        return self.trainer.choose_clients(round_number, sorted([self.book.client_of(name) for name in able]))
+        return self.trainer.choose_clients(
+            round_number, sorted([self.book.client_of(name) for name in able])
+        )
 
     def _greet(self) -> None:
         """Says hello to newcomers, takes note of answers and of those who left."""
@@ -136,7 +144,9 @@ class FlowerEngine(Engine):
         self._answered = {key: guest for key, guest in self._answered.items() if key in online}
         hello = Content({"run": self.book.run, "config": self.offer}, {})
         for node, since in online.keys() - self._greeted.keys():
-            self._greeted[node, since] = self.link.send(node, wire.HELLO, hello, seconds=HELLO_SECONDS)
+            self._greeted[node, since] = self.link.send(
+                node, wire.HELLO, hello, seconds=HELLO_SECONDS
+            )
         waiting = {message: key for key, message in self._greeted.items() if message}
         for reply in self.link.receive(list(waiting)) if waiting else []:
             key = waiting[reply.message]
@@ -146,27 +156,44 @@ class FlowerEngine(Engine):
             self._greeted[key] = ""
             try:
                 if reply.content is None or "error" in reply.content.meta:
-                    raise BadMessage(wire.text(reply.content.meta, "error") if reply.content else reply.error)
-                name, images = wire.text(reply.content.meta, "site"), wire.whole(reply.content.meta, "images", 1)
+                    raise BadMessage(
+                        wire.text(reply.content.meta, "error") if reply.content else reply.error
+                    )
+                name, images = (
+                    wire.text(reply.content.meta, "site"),
+                    wire.whole(reply.content.meta, "images", 1),
+                )
                 if online[key].name and online[key].name != name:
-                    raise BadMessage(f"its key is that of site {online[key].name}, but it calls itself {name}")
+                    raise BadMessage(
+                        f"its key is that of site {online[key].name}, but it calls itself {name}"
+                    )
             except BadMessage as reason:
                 self.trainer.note(f"site {online[key].name or key[0]} cannot take part: {reason}")
-                refusal = {"run": self.book.run, "outcome": wire.REFUSED, "reason": wire.plain(reason)}
+                refusal = {
+                    "run": self.book.run,
+                    "outcome": wire.REFUSED,
+                    "reason": wire.plain(reason),
+                }
                 self.link.send(key[0], wire.END, Content(refusal, {}), seconds=HELLO_SECONDS)
             else:
                 if name in {guest.name for guest in self._answered.values()}:
-                    self.trainer.note(f"a second site {name} is here; only the first takes part while it is there")
+                    self.trainer.note(
+                        f"a second site {name} is here; only the first takes part while it is there"
+                    )
                 self._answered[key] = Guest(node=key[0], since=key[1], name=name, images=images)
         before, self.guests = self.guests, {}
         for guest in self._answered.values():
             self.guests.setdefault(guest.name, guest)
-        for name in sorted(name for name, guest in self.guests.items() if before.get(name) != guest):
+        for name in sorted(
+            name for name, guest in self.guests.items() if before.get(name) != guest
+        ):
             self.trainer.note(f"site {name} is here with {self.guests[name].images:,} images")
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def run(self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf) -> Iterator[Update | Lost]:
+    def run(
+        self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
+    ) -> Iterator[Update | Lost]:
         """Asks all at once and yields answers as they come."""
         asked = {}
         for client in clients:
@@ -214,7 +241,9 @@ class FlowerEngine(Engine):
         for message, one in list(asked.items()):
             since, now = online.get(one.guest.node), time.monotonic()
             if now > one.until:
-                yield self._lose(asked, message, f"no answer within {self.timeout:.0f} s", fault=True)
+                yield self._lose(
+                    asked, message, f"no answer within {self.timeout:.0f} s", fault=True
+                )
             elif since is None or (one.gone and since == one.guest.since):
                 one.gone = one.gone or now
                 if now > one.gone + GRACE_SECONDS:
@@ -223,11 +252,15 @@ class FlowerEngine(Engine):
                 self._greet()  # It has restarted, and must be told the run again.
                 if (guest := self.guests.get(one.guest.name)) is not None:
                     del asked[message]
-                    again = self.link.send(guest.node, wire.TRAIN, one.content, seconds=self.timeout)
+                    again = self.link.send(
+                        guest.node, wire.TRAIN, one.content, seconds=self.timeout
+                    )
                     asked[again] = replace(one, message=again, guest=guest, gone=0.0)
                     self.trainer.note(f"{self.name_of(one.client)} was away and is asked again")
 
-    def _lose(self, asked: dict[str, Asked], message: str, reason: str, *, fault: bool = False) -> Lost:
+    def _lose(
+        self, asked: dict[str, Asked], message: str, reason: str, *, fault: bool = False
+    ) -> Lost:
         one = asked.pop(message)
         self.trainer.working(self.name_of(one.client), None)
         return Lost(one.client, reason, fault=fault)
@@ -242,7 +275,9 @@ class FlowerEngine(Engine):
             before, epochs = one.memory or ClientMemory(), self.trainer.local_epochs
             images = wire.whole(meta, "images", 1)
             seen = wire.whole(meta, "seen", 0, images * epochs)
-            counted = 0 if meta.get("remembered") is False else before.steps  # It may have to count from 0 again.
+            counted = (
+                0 if meta.get("remembered") is False else before.steps
+            )  # It may have to count from 0 again.
             new_steps = wire.whole(meta, "steps", counted, counted + images * epochs) - counted
             losses = wire.numbers(meta, "losses")
             if "total" not in losses:
@@ -264,10 +299,14 @@ class FlowerEngine(Engine):
         except BadMessage as reason:
             return Lost(one.client, str(reason), fault=True)
         if meta.get("remembered") is False:
-            self.trainer.note(f"{self.name_of(one.client)} had lost its private state and started anew")
+            self.trainer.note(
+                f"{self.name_of(one.client)} had lost its private state and started anew"
+            )
         seconds = time.monotonic() - one.since
         memory = ClientMemory(
-            last_round=one.content.meta["round"], steps=before.steps + new_steps, epochs=before.epochs + epochs
+            last_round=one.content.meta["round"],
+            steps=before.steps + new_steps,
+            epochs=before.epochs + epochs,
         )
         return Update(
             client=one.client,
@@ -297,7 +336,9 @@ class FlowerEngine(Engine):
         finished = trainer.should_stop or trainer.current_round >= trainer.max_rounds
         outcome = wire.FINISHED if finished else wire.STOPPED
         meta = {"run": self.book.run, "outcome": outcome, "round": trainer.current_round}
-        content = Content(meta, trainer.global_state.tensors() if finished and self.leave_encoder else {})
+        content = Content(
+            meta, trainer.global_state.tensors() if finished and self.leave_encoder else {}
+        )
         # A site that was away for a moment is worth waiting for if it would otherwise wait for ever.
         expected = trainer.datamodule.num_clients if finished else 0
         told: set[tuple[int, str]] = set()
@@ -307,7 +348,9 @@ class FlowerEngine(Engine):
             for site in self.link.sites():
                 if (site.node, site.since) not in told:
                     told.add((site.node, site.since))
-                    waiting.append(self.link.send(site.node, wire.END, content, seconds=END_SECONDS))
+                    waiting.append(
+                        self.link.send(site.node, wire.END, content, seconds=END_SECONDS)
+                    )
             for reply in self.link.receive(list(waiting)) if waiting else []:
                 waiting.remove(reply.message)
             if not waiting and len(told) >= expected:
@@ -333,7 +376,11 @@ class SiteBook:
         """Opens or creates the book, and with it the run's name among its sites."""
         self._file = file
         try:
-            found = json.loads(file.read_text()) if file.exists() else {"run": secrets.token_hex(8), "sites": []}
+            found = (
+                json.loads(file.read_text())
+                if file.exists()
+                else {"run": secrets.token_hex(8), "sites": []}
+            )
             self.run, self._sites = str(found["run"]), [str(name) for name in found["sites"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -362,4 +409,6 @@ class SiteBook:
         return self._sites[client]
 
     def _write(self) -> None:
-        write_atomically(self._file, json.dumps({"run": self.run, "sites": self._sites}, indent=1).encode())
+        write_atomically(
+            self._file, json.dumps({"run": self.run, "sites": self._sites}, indent=1).encode()
+        )

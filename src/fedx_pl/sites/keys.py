@@ -55,7 +55,9 @@ class ServerKeys:
     certificate: Path
     key: Path
     sites: dict[str, bytes]  # public keys (PEM) by name
-    revoked: dict[str, float] = field(default_factory=dict)  # when a site's last revoked key was, by name
+    revoked: dict[str, float] = field(
+        default_factory=dict
+    )  # when a site's last revoked key was, by name
 
 
 def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
@@ -73,21 +75,27 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
     for name in sites:
         require_site_name("--sites", name)
     address = _general_name(host)
-    place = f"[{host}]:{port}" if isinstance(address.value, ipaddress.IPv6Address) else f"{host}:{port}"
+    place = (
+        f"[{host}]:{port}" if isinstance(address.value, ipaddress.IPv6Address) else f"{host}:{port}"
+    )
     authority, ca, renewed = _authority(folder)
     _server(folder / "server", host, authority, ca=ca)
     lines = []
     if renewed:
         for old in (folder / "sites").glob("*/ca.crt"):
             write_atomically(old, _pem(ca))
-        lines.append(f"{folder / 'ca.crt'}: was about to end and is new; send it to every site, in place of its ca.crt")
+        lines.append(
+            f"{folder / 'ca.crt'}: was about to end and is new; send it to every site, in place of its ca.crt"
+        )
     lines += [
         f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys {folder / 'server'}"
     ]
     for name in sites:
         _site(folder, name, place, ca=ca)
         own = folder / "sites" / name
-        lines.append(f"{own}: for {name} alone; fedx-pl federate client --data IMAGES --keys {own.name}")
+        lines.append(
+            f"{own}: for {name} alone; fedx-pl federate client --data IMAGES --keys {own.name}"
+        )
     lines.append(f"{folder / 'ca.key'}: makes further keys; keep it offline")
     return lines
 
@@ -136,7 +144,9 @@ def require_site_name(source: str, name: str) -> None:
         name: of the site.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
-        raise UserError(f"{source} {short(name)}: a site's name has letters, digits, dots and dashes, e.g. hospital-a")
+        raise UserError(
+            f"{source} {short(name)}: a site's name has letters, digits, dots and dashes, e.g. hospital-a"
+        )
 
 
 def load_site(folder: Path) -> SiteKeys:
@@ -162,9 +172,16 @@ def load_site(folder: Path) -> SiteKeys:
 def _site_folders_near(folder: Path) -> list[Path]:
     """Folders of sites' keys that may be meant: ``keys/sites/NAME`` for ``NAME``, or those within the folder."""
     name = glob.escape(folder.name)
-    found = [*folder.glob("*/site.json"), *folder.glob("sites/*/site.json"), *folder.glob("*/sites/*/site.json")]
+    found = [
+        *folder.glob("*/site.json"),
+        *folder.glob("sites/*/site.json"),
+        *folder.glob("*/sites/*/site.json"),
+    ]
     if name:
-        found += [*folder.parent.glob(f"sites/{name}/site.json"), *folder.parent.glob(f"*/sites/{name}/site.json")]
+        found += [
+            *folder.parent.glob(f"sites/{name}/site.json"),
+            *folder.parent.glob(f"*/sites/{name}/site.json"),
+        ]
     return sorted({file.parent for file in found})[:5]
 
 
@@ -186,15 +203,21 @@ def load_server(folder: Path) -> ServerKeys:
     try:
         own.verify_directly_issued_by(_read_certificate(ca))
     except (ValueError, TypeError, InvalidSignature) as error:
-        raise UserError(f"{certificate} is not of the CA in {ca}; put both back, or {renew}") from error
+        raise UserError(
+            f"{certificate} is not of the CA in {ca}; put both back, or {renew}"
+        ) from error
     public = {file.stem: _read_public(file) for file in sorted((folder / "sites").glob("*.pub"))}
     if not public:
-        raise UserError(f"{folder / 'sites'} holds no site's key; type fedx-pl federate keys --sites NAME,NAME")
+        raise UserError(
+            f"{folder / 'sites'} holds no site's key; type fedx-pl federate keys --sites NAME,NAME"
+        )
     owners: dict[bytes, str] = {}
     revoked = _revoked(folder)
     for name, content in public.items():
         if (other := owners.setdefault(content, name)) != name:
-            raise UserError(f"{folder / 'sites'}: {other} and {name} have the same key; each site needs its own")
+            raise UserError(
+                f"{folder / 'sites'}: {other} and {name} have the same key; each site needs its own"
+            )
         if content in revoked:
             raise UserError(
                 f"{folder / 'sites' / name}.pub is a key that was revoked; remove it, then type fedx-pl federate keys "
@@ -229,7 +252,9 @@ def _short(public: bytes) -> str:
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate, bool]:
     """The CA's key and certificate, and whether that is a new one for the key it had."""
     key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
-    if any((folder / name).exists() for name in ("ca.crt", "server", "sites")):  # Another CA would make them useless.
+    if any(
+        (folder / name).exists() for name in ("ca.crt", "server", "sites")
+    ):  # Another CA would make them useless.
         if not key_file.exists() or not certificate_file.exists():
             raise UserError(
                 f"{key_file} and {certificate_file.name} are needed to make further keys; put them back, or choose "
@@ -244,18 +269,26 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     private = ec.generate_private_key(ec.SECP384R1())
     certificate = _signed_by_itself(private)
     _write_secret(key_file, private)
-    write_atomically(certificate_file, _pem(certificate))  # Last: with it, the authority is complete.
+    write_atomically(
+        certificate_file, _pem(certificate)
+    )  # Last: with it, the authority is complete.
     return private, certificate, False
 
 
 def _signed_by_itself(private: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = _name(AUTHORITY)
-    builder = _certificate(name, name, private).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
+    builder = _certificate(name, name, private).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), True
+    )
+    usage = x509.KeyUsage(
+        False, False, False, False, False, True, True, False, False
+    )  # signs certificates and CRLs
     return builder.add_extension(usage, True).sign(private, hashes.SHA384())
 
 
-def _server(folder: Path, host: str, authority: ec.EllipticCurvePrivateKey, ca: x509.Certificate) -> None:
+def _server(
+    folder: Path, host: str, authority: ec.EllipticCurvePrivateKey, ca: x509.Certificate
+) -> None:
     file = folder / "server.crt"
     write_atomically(folder / "ca.crt", _pem(ca))
     before = _names(_read_certificate(file)) if file.exists() else []
@@ -283,10 +316,14 @@ def _site(folder: Path, name: str, server: str, ca: x509.Certificate) -> None:
     write_atomically(place / "site.json", json.dumps({"name": name, "server": server}).encode())
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
     now, public = datetime.now(UTC), private.public_key()
     builder = x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number())
-    builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=365 * YEARS))
+    builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(
+        now + timedelta(days=365 * YEARS)
+    )
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
 
 
@@ -298,7 +335,11 @@ def _general_name(host: str) -> x509.GeneralName:
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
     label = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
-    if len(host) > 253 or not re.fullmatch(rf"{label}(\.{label})*\.?", host) or re.fullmatch(r"[0-9.]+", host):
+    if (
+        len(host) > 253
+        or not re.fullmatch(rf"{label}(\.{label})*\.?", host)
+        or re.fullmatch(r"[0-9.]+", host)
+    ):
         raise UserError(
             f"--host {host}: is no host name or address; type the name or address by which sites reach this machine, "
             f"e.g. --host coordinator.example.org"
@@ -321,9 +362,15 @@ def read_private(file: Path) -> ec.EllipticCurvePrivateKey:
         content = file.read_bytes()
         private = serialization.load_pem_private_key(content, password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{file} is not a readable key ({_line(error)}); `fedx-pl federate keys` makes one") from error
-    if not isinstance(private, ec.EllipticCurvePrivateKey) or not isinstance(private.curve, ec.SECP384R1):
-        raise UserError(f"{file} is not an elliptic-curve key (P-384); `fedx-pl federate keys` makes one")
+        raise UserError(
+            f"{file} is not a readable key ({_line(error)}); `fedx-pl federate keys` makes one"
+        ) from error
+    if not isinstance(private, ec.EllipticCurvePrivateKey) or not isinstance(
+        private.curve, ec.SECP384R1
+    ):
+        raise UserError(
+            f"{file} is not an elliptic-curve key (P-384); `fedx-pl federate keys` makes one"
+        )
     if os.name == "posix" and file.stat().st_mode & 0o077:
         raise UserError(f"{file} can be read by others than its owner; type chmod 600 {file}")
     return private
@@ -334,8 +381,12 @@ def _read_public(file: Path) -> bytes:
         public = serialization.load_pem_public_key(file.read_bytes())
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{file} is not a public key; remove it or put it right") from error
-    if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
-        raise UserError(f"{file} is not an elliptic-curve key (P-384); remove it, `fedx-pl federate keys` makes one")
+    if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(
+        public.curve, ec.SECP384R1
+    ):
+        raise UserError(
+            f"{file} is not an elliptic-curve key (P-384); remove it, `fedx-pl federate keys` makes one"
+        )
     return _public_bytes(public)
 
 
@@ -352,7 +403,9 @@ def _read_certificate(file: Path) -> x509.Certificate:
 def _require_valid(file: Path, instead: str) -> None:
     certificate, now = _read_certificate(file), datetime.now(UTC)
     if now > certificate.not_valid_after_utc:
-        raise UserError(f"{file} has ended on {certificate.not_valid_after_utc:%Y-%m-%d}; {instead}")
+        raise UserError(
+            f"{file} has ended on {certificate.not_valid_after_utc:%Y-%m-%d}; {instead}"
+        )
     if now < certificate.not_valid_before_utc:
         raise UserError(
             f"{file} begins on {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; see that this machine's clock "

@@ -18,7 +18,9 @@ from fedx_pl.federation.device import resolve_device
 from fedx_pl.files import size_of
 
 GB = 1e9
-_COPIES = 3  # of the weights, at least: those that came, those that are trained, and their gradients
+_COPIES = (
+    3  # of the weights, at least: those that came, those that are trained, and their gradients
+)
 
 
 def require_within(limits: SiteOptions, config: Config, tree: dict[str, Any]) -> None:
@@ -53,13 +55,19 @@ def device_memory(config: Config) -> float:
 
 def _require(key: str, asked: float, most: float, what: str) -> None:
     if not asked <= most:
-        raise UserError(f"the coordinator asks for {asked:,.6g} {what}; this site allows {key}={most:.6g}")
+        raise UserError(
+            f"the coordinator asks for {asked:,.6g} {what}; this site allows {key}={most:.6g}"
+        )
 
 
 def _count(config: Config) -> int:
     """Files that may be images of this site; 0 for data sets whose images a coordinator cannot enlarge."""
     root = root_folder(config.data)
-    return len(list_files(root, lambda line: None)) if config.data.name == "folder" and root.is_dir() else 0
+    return (
+        len(list_files(root, lambda line: None))
+        if config.data.name == "folder" and root.is_dir()
+        else 0
+    )
 
 
 def _require_room(limits: SiteOptions, config: Config, count: int) -> None:
@@ -78,7 +86,9 @@ def _require_room(limits: SiteOptions, config: Config, count: int) -> None:
 
 def _decoded_before(folder: Path, needed: int) -> bool:
     """Whether there is a copy of about that size: then none need be made."""
-    return any(0.5 * needed < file.stat().st_size < 1.1 * needed for file in folder.glob("*/images.npy"))
+    return any(
+        0.5 * needed < file.stat().st_size < 1.1 * needed for file in folder.glob("*/images.npy")
+    )
 
 
 def _needed_memory(config: Config, count: int) -> float:
@@ -88,13 +98,17 @@ def _needed_memory(config: Config, count: int) -> float:
     try:
         with torch.device("meta"):
             model = make_model(config, channels=channels, image_size=side)
-            images = min(config.optim.batch_size, count or config.optim.batch_size) * model.online_views
+            images = (
+                min(config.optim.batch_size, count or config.optim.batch_size) * model.online_views
+            )
             activations = _activations(model.backbone, torch.empty(images, channels, side, side))
     except UserError:
         raise
     except Exception as error:  # Sizes beyond what numbers can count, or a network that is none.
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"the coordinator asks for a network that cannot be made ({reason})") from error
+        raise UserError(
+            f"the coordinator asks for a network that cannot be made ({reason})"
+        ) from error
     half = 2 if resolve_device(config.run.device).type == "cuda" else 1
     return _COPIES * size_of(model.state_dict()) + activations / half
 
@@ -108,7 +122,11 @@ def _activations(network: nn.Module, images: Tensor) -> float:
         if isinstance(output, Tensor) and not getattr(module, "inplace", False):
             total += output.numel() * output.element_size()
 
-    hooks = [module.register_forward_hook(count) for module in network.modules() if not list(module.children())]
+    hooks = [
+        module.register_forward_hook(count)
+        for module in network.modules()
+        if not list(module.children())
+    ]
     network(images)
     for hook in hooks:
         hook.remove()

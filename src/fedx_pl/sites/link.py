@@ -85,7 +85,9 @@ class Link:
         """
         quiet_flower(folder)
         if keys is None and host not in ("127.0.0.1", "localhost", "::1"):
-            raise UserError(f"--insecure --host {host}: without TLS only on this machine; type --host 127.0.0.1")
+            raise UserError(
+                f"--insecure --host {host}: without TLS only on this machine; type --host 127.0.0.1"
+            )
         self._folder, self._keys = folder, keys
         self._seal = Seal(keys) if keys else None
         self._coming: dict[str, Coming] = {}  # by the message it answers
@@ -109,7 +111,10 @@ class Link:
         with self._answering():
             nodes = [node for node in self._grid.get_nodes() if node.status == "online"]
         known = [node for node in nodes if self._keys is None or node.node_id in self._names]
-        return [Connected(node.node_id, self._names.get(node.node_id, ""), node.last_activated_at) for node in known]
+        return [
+            Connected(node.node_id, self._names.get(node.node_id, ""), node.last_activated_at)
+            for node in known
+        ]
 
     def send(self, node: int, kind: str, content: wire.Content, seconds: float) -> str:
         """Posts a message and returns its name; it is forgotten after ``seconds``."""
@@ -119,7 +124,9 @@ class Link:
             found, size = self._record(node, kind, content)
             self._sent = Size(*map(max, self._sent, size))
             (message,) = self._grid.push_messages([Message(found, node, kind, ttl=seconds)])
-        return str(message) or f"unsent {secrets.token_hex(8)}"  # Of which the SuperLink says that there is no answer.
+        return (
+            str(message) or f"unsent {secrets.token_hex(8)}"
+        )  # Of which the SuperLink says that there is no answer.
 
     def _record(self, node: int, kind: str, content: wire.Content) -> tuple[Any, "Size"]:
         text, blob = wire.pack(content)
@@ -140,16 +147,26 @@ class Link:
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
         asked = set(messages)
-        self._coming = {message: coming for message, coming in self._coming.items() if message in asked}
+        self._coming = {
+            message: coming for message, coming in self._coming.items() if message in asked
+        }
         with self._answering():
             if new := asked - self._coming.keys():
-                found = self._grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=sorted(new)))
-                for about, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+                found = self._grid._runtime_client.PullMessages(
+                    PullAppMessagesRequest(message_ids=sorted(new))
+                )
+                for about, tree in zip(
+                    found.messages_list, found.message_object_trees, strict=True
+                ):
                     parts = [part.object_id for part in iterate_object_tree(tree)]
                     # What it answers is what the SuperLink says, not what is written in the answer itself.
                     replied = about.metadata.reply_to_message_id
-                    here = about.metadata.src_node_id == SUPERLINK_NODE_ID  # The door lets no site say so.
-                    self._coming[replied] = Coming(about.metadata.message_id, parts, {}, made_here=here)
+                    here = (
+                        about.metadata.src_node_id == SUPERLINK_NODE_ID
+                    )  # The door lets no site say so.
+                    self._coming[replied] = Coming(
+                        about.metadata.message_id, parts, {}, made_here=here
+                    )
         for message in asked & self._coming.keys():
             with self._answering():
                 reply = self._take(message)
@@ -171,7 +188,9 @@ class Link:
                     return None
                 coming.there[part] = found.object_content
         del self._coming[asked]
-        client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=coming.message, **where))
+        client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(message_object_id=coming.message, **where)
+        )
         return _reply(asked, coming, self._sent)
 
     @contextmanager
@@ -202,7 +221,9 @@ class Link:
         self._log.close()
         shutil.rmtree(self._entrance.parent, ignore_errors=True)
 
-    def _start(self, sockets: list[socket.socket], entrance: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(
+        self, sockets: list[socket.socket], entrance: socket.socket
+    ) -> subprocess.Popen[bytes]:
         secret = self._folder / "superexec.secret"
         with open(secret, "w", opener=private_file) as file:
             file.write(self._secret)
@@ -210,14 +231,20 @@ class Link:
         # By its file, not as a module of this package: it needs no torch. -P: nor what lies beside it.
         command = [sys.executable, "-P", superlink.__file__, str(os.getpid())]
         command += [",".join(map(str, numbers)), str(entrance.fileno()), "--isolation", "process"]
-        command += ["--superexec-auth-secret-file", str(secret), "--disable-runtime-dependency-installation"]
+        command += [
+            "--superexec-auth-secret-file",
+            str(secret),
+            "--disable-runtime-dependency-installation",
+        ]
         if keys := self._keys:
             command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.certificate)]
             command += ["--ssl-keyfile", str(keys.key), "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
         # Internal switches would open further ports, with nobody at the door.
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_INTERNAL_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("FLWR_INTERNAL_")
+        }
         # A session of its own: Ctrl-C is for the coordinator, which then ends this.
         process = subprocess.Popen(
             command,
@@ -258,8 +285,13 @@ class Link:
         control = self._control()
         try:
             sites = self._keys.sites if self._keys else {}
-            requests = {name: RegisterNodeRequest(public_key=public, name=name) for name, public in sites.items()}
-            return {control.RegisterNode(request).node_id: name for name, request in requests.items()}
+            requests = {
+                name: RegisterNodeRequest(public_key=public, name=name)
+                for name, public in sites.items()
+            }
+            return {
+                control.RegisterNode(request).node_id: name for name, request in requests.items()
+            }
         finally:
             control.close()
 
@@ -271,7 +303,10 @@ class Link:
         from flwr.supercore.constant import TaskType
         from flwr.supercore.fab import Fab
         from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+        from flwr.supercore.interceptors import (
+            RuntimeVersionHttpInterceptor,
+            SuperExecAuthHttpInterceptor,
+        )
         from flwr.supercore.runtime import RuntimeHttpClient
         from flwr.supercore.superexec.run_superexec import _SUPEREXEC_AUTH_METHODS
         from flwr.supercore.task_identity import TaskIdentity
@@ -279,16 +314,22 @@ class Link:
 
         bundle = _bundle()
         control = self._control()
-        control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))))
+        control.StartRun(
+            StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})))
+        )
         control.close()
         signed = SuperExecAuthHttpInterceptor(
             master_secret=self._secret.encode(), protected_methods=_SUPEREXEC_AUTH_METHODS
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
         executor = self._inside(
-            RuntimeHttpClient.from_server_address(_NOBODY, True, None, interceptors=[version, signed])
+            RuntimeHttpClient.from_server_address(
+                _NOBODY, True, None, interceptors=[version, signed]
+            )
         )
-        task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP.value]))
+        task = executor.AcquireTask(
+            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP.value])
+        )
         executor.close()
         grid = HttpGrid(_NOBODY, True, None, token=task.token)
         grid._retry_invoker.max_time = PATIENCE_SECONDS  # Flower would try for ever.
@@ -304,7 +345,9 @@ class Link:
     def _control(self) -> Any:
         from flwr.supercore.control.control_http_client import ControlHttpClient
 
-        return self._inside(ControlHttpClient.from_server_address(_NOBODY, True, None, interceptors=[]))
+        return self._inside(
+            ControlHttpClient.from_server_address(_NOBODY, True, None, interceptors=[])
+        )
 
     def _inside(self, client: Any) -> Any:
         """Makes one of Flower's clients call through the coordinator's own entrance."""
@@ -315,19 +358,28 @@ class Link:
     def _http(self) -> Any:
         import httpx
 
-        return httpx.Client(transport=httpx.HTTPTransport(uds=str(self._entrance)), timeout=HTTP_SECONDS)
+        return httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self._entrance)), timeout=HTTP_SECONDS
+        )
 
 
 def quiet_flower(folder: Path) -> None:
     """No statistics to anyone, no look for updates, and its files in a folder of ours."""
     make_private(folder)
-    os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", FLWR_HOME=str(folder / "flower"))
-    for name in ("NO_PROXY", "no_proxy"):  # A proxy of the house cannot reach this machine's own address.
+    os.environ.update(
+        FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", FLWR_HOME=str(folder / "flower")
+    )
+    for name in (
+        "NO_PROXY",
+        "no_proxy",
+    ):  # A proxy of the house cannot reach this machine's own address.
         os.environ[name] = f"{os.environ.get(name, '')},127.0.0.1,localhost".lstrip(",")
     try:
         import flwr  # noqa: F401
     except ImportError as error:
-        raise UserError(f"a federation of sites needs Flower; type {install_hint('flower')}") from error
+        raise UserError(
+            f"a federation of sites needs Flower; type {install_hint('flower')}"
+        ) from error
     import logging
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -357,7 +409,9 @@ def _entrance() -> tuple[Path, socket.socket]:
     except OSError as error:
         found.close()
         place.parent.rmdir()
-        raise UserError(f"no socket can be made at {place} ({error}); set TMPDIR to a short path") from error
+        raise UserError(
+            f"no socket can be made at {place} ({error}); set TMPDIR to a short path"
+        ) from error
     return place, found
 
 
@@ -375,14 +429,22 @@ def _reply(asked: str, coming: Coming, sent: "Size") -> Reply:
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     try:
-        most = Size(2 * sent.names + 2**16, 2 * sent.tensors + 2**20)  # The answer is about as large as the question.
+        most = Size(
+            2 * sent.names + 2**16, 2 * sent.tensors + 2**20
+        )  # The answer is about as large as the question.
         _require_small(coming.there, most.tensors)
         message: Any = inflate_object_from_contents(coming.message, coming.there)
         if message.has_error():
-            known = message.error.code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE)
+            known = message.error.code in (
+                ErrorCode.NODE_UNAVAILABLE,
+                ErrorCode.MESSAGE_UNAVAILABLE,
+            )
             gone = known and coming.made_here
             return Reply(
-                asked, None, wire.GONE if gone else wire.plain(message.error.reason) or "no answer", offline=gone
+                asked,
+                None,
+                wire.GONE if gone else wire.plain(message.error.reason) or "no answer",
+                offline=gone,
             )
         return Reply(asked, read(message.content, most))
     except wire.BadMessage as error:
@@ -406,7 +468,8 @@ def _require_small(parts: dict[str, bytes], most: int) -> None:
             raise wire.BadMessage(f"it has a record of {len(content):,} bytes")
         if kind == "Array":
             total += sum(
-                len(parts[children[at]]) for at in json.loads(get_object_body(content, Array))["arraychunk_ids"]
+                len(parts[children[at]])
+                for at in json.loads(get_object_body(content, Array))["arraychunk_ids"]
             )
     if total > most:
         raise wire.BadMessage(f"it has {total:,} bytes of tensors, {most:,} are allowed")
@@ -433,10 +496,14 @@ def _made(text: str, blob: bytes, seal: dict[str, Any]) -> Any:
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     array = Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)
-    return RecordDict({"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": text} | seal)})
+    return RecordDict(
+        {"tensors": ArrayRecord({"blob": array}), "meta": ConfigRecord({"json": text} | seal)}
+    )
 
 
-def read(record: Any, most: Size | None = None, check: Callable[[Any, str, bytes], None] | None = None) -> wire.Content:
+def read(
+    record: Any, most: Size | None = None, check: Callable[[Any, str, bytes], None] | None = None
+) -> wire.Content:
     """A Flower record that `record` made, or anyone.
 
     Args:

@@ -29,7 +29,11 @@ from flwr.proto.fleet_pb2 import (
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node as FlowerNode
 from flwr.supercore.inflatable import inflatable_protobuf_utils as objects
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
@@ -110,7 +114,10 @@ class Node:
         try:
             self._trust = trust or (Trust(ca, private) if ca else None)
             self._client = FleetHttpClient.from_server_address(
-                server, ca is None, ca and ca.read_bytes(), [RuntimeVersionHttpInterceptor("SuperNode"), *signed]
+                server,
+                ca is None,
+                ca and ca.read_bytes(),
+                [RuntimeVersionHttpInterceptor("SuperNode"), *signed],
             )
         except (OSError, ValueError) as error:
             raise WrongCertificate(f"{ca} is no usable certificate ({error})") from error
@@ -120,7 +127,9 @@ class Node:
         try:
             if ca is None:
                 with suppress(Refused):  # Known already.
-                    self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=public))
+                    self._call(
+                        self._client.RegisterNode, RegisterNodeFleetRequest(public_key=public)
+                    )
             if before is not None:
                 self._leave(before)
             request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_SECONDS)
@@ -139,9 +148,14 @@ class Node:
         response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
         if not response.messages_list:
             return None
-        envelope, tree = message_from_proto(response.messages_list[0]), response.message_object_trees[0]
+        envelope, tree = (
+            message_from_proto(response.messages_list[0]),
+            response.message_object_trees[0],
+        )
         run = envelope.metadata.run_id
-        pull = objects.make_pull_object_fn_protobuf(self._calling(self._client.PullObject), self._node, run)
+        pull = objects.make_pull_object_fn_protobuf(
+            self._calling(self._client.PullObject), self._node, run
+        )
         confirm = objects.make_confirm_message_received_fn_protobuf(
             self._calling(self._client.ConfirmMessageReceived), self._node, run
         )
@@ -154,7 +168,9 @@ class Node:
         try:
             if message.has_error():
                 raise wire.BadMessage("it is an error, which the coordinator never sends")
-            content = read(message.content, check=partial(self._trust.check, kind) if self._trust else None)
+            content = read(
+                message.content, check=partial(self._trust.check, kind) if self._trust else None
+            )
         except wire.BadMessage as error:
             return Incoming(kind, None, wire.plain(error), message=message)
         return Incoming(kind, content, "", message=message)
@@ -177,7 +193,11 @@ class Node:
                 self._calling(self._client.PushObject), self._node, run, response.session_id
             )
             try:
-                push_objects(get_all_nested_objects(reply), push, object_ids_to_push=set(response.objects_to_push))
+                push_objects(
+                    get_all_nested_objects(reply),
+                    push,
+                    object_ids_to_push=set(response.objects_to_push),
+                )
             except ObjectPushError as error:
                 raise Unreachable("the answer came too late") from error
 
@@ -225,7 +245,9 @@ class Node:
             raise Refused(f"HTTP {status}: {error.response.text[:200]}") from error
         except httpx.HTTPError as error:
             if _certificate_error(error):
-                raise WrongCertificate(f"its certificate is not one of this federation's CA ({error})") from error
+                raise WrongCertificate(
+                    f"its certificate is not one of this federation's CA ({error})"
+                ) from error
             raise Unreachable(str(error) or type(error).__name__) from error
         except ValueError as error:  # Something else listens there.
             raise Unreachable("whoever answers does not speak Flower's protocol") from error

@@ -46,7 +46,9 @@ class Seal:
             blob: its tensors.
         """
         number = next(self._numbers)
-        signature = self._private.sign(_signed(site, kind, self._session, number, text=text, blob=blob), _SCHEME)
+        signature = self._private.sign(
+            _signed(site, kind, self._session, number, text=text, blob=blob), _SCHEME
+        )
         return {
             "session": self._session,
             "number": number,
@@ -85,12 +87,18 @@ class Trust:
             certificate = x509.load_pem_x509_certificate(fields["certificate"])
             public = self._coordinator(certificate)
             public.verify(
-                fields["signature"], _signed(self._site, kind, session, number, text=text, blob=blob), _SCHEME
+                fields["signature"],
+                _signed(self._site, kind, session, number, text=text, blob=blob),
+                _SCHEME,
             )
         except KeyError as error:
-            raise BadMessage("it is not signed by the coordinator; it may need a newer fedx-pl") from error
+            raise BadMessage(
+                "it is not signed by the coordinator; it may need a newer fedx-pl"
+            ) from error
         except (ValueError, TypeError, InvalidSignature) as error:
-            raise BadMessage("it is not signed by this federation's coordinator for this site") from error
+            raise BadMessage(
+                "it is not signed by this federation's coordinator for this site"
+            ) from error
         if number <= self._last.get(session, 0):
             raise BadMessage("it has come before")
         self._last[session] = number
@@ -111,5 +119,13 @@ class Trust:
 
 
 def _signed(site: bytes, kind: str, session: str, number: int, *, text: str, blob: bytes) -> bytes:
-    parts = [b"fedx-pl message 1", site, kind.encode(), session.encode(), str(number).encode(), text.encode(), blob]
+    parts = [
+        b"fedx-pl message 1",
+        site,
+        kind.encode(),
+        session.encode(),
+        str(number).encode(),
+        text.encode(),
+        blob,
+    ]
     return b"".join(hashlib.sha384(part).digest() for part in parts)

@@ -37,7 +37,14 @@ from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import UNFINISHED, checksum, make_private, private_file, tensor_bytes, write_atomically
+from fedx_pl.files import (
+    UNFINISHED,
+    checksum,
+    make_private,
+    private_file,
+    tensor_bytes,
+    write_atomically,
+)
 from fedx_pl.files.reading import parse_tensors
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
@@ -56,7 +63,9 @@ OURS = ".fedx-pl"  # in a folder that may be deleted
 MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep; then the log begins anew
 
 
-def offer(config: Config, channels: int, side: int, value_range: Sequence[float] | None = None) -> dict[str, Any]:
+def offer(
+    config: Config, channels: int, side: int, value_range: Sequence[float] | None = None
+) -> dict[str, Any]:
     """The part of a configuration that a coordinator tells its sites.
 
     Args:
@@ -66,10 +75,17 @@ def offer(config: Config, channels: int, side: int, value_range: Sequence[float]
         value_range: of the coordinator's own images, if they have more than 8 bits per value.
     """
     whole = asdict(config)
-    data = {"image_size": side, "grayscale": channels == 1, "mean": whole["data"]["mean"], "std": whole["data"]["std"]}
+    data = {
+        "image_size": side,
+        "grayscale": channels == 1,
+        "mean": whole["data"]["mean"],
+        "std": whole["data"]["std"],
+    }
     if bounds := list(value_range or config.data.value_range):
         data["value_range"] = bounds
-    told = {key: whole[key] for key in SHARED if key != "mixins" or config.mixins}  # Older sites do not know that key.
+    told = {
+        key: whole[key] for key in SHARED if key != "mixins" or config.mixins
+    }  # Older sites do not know that key.
     return told | {"data": data}
 
 
@@ -81,7 +97,13 @@ class Site:
     """Answers the coordinator's messages."""
 
     def __init__(
-        self, name: str, state: Path, own: Sequence[str], report: Callable[[str], None], *, allow_code: bool = False
+        self,
+        name: str,
+        state: Path,
+        own: Sequence[str],
+        report: Callable[[str], None],
+        *,
+        allow_code: bool = False,
     ) -> None:
         """Prepares nothing yet: what to train comes with the first message.
 
@@ -173,7 +195,9 @@ class Site:
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
         limits.require_within(self.own.site, config, tree)
-        if config.data != self._decoded:  # Or copies would grow with every size that a coordinator asks for.
+        if (
+            config.data != self._decoded
+        ):  # Or copies would grow with every size that a coordinator asks for.
             self.close()
         if self.copies is not None:
             write_atomically(self.copies / OURS, b"", private=True)
@@ -185,28 +209,39 @@ class Site:
                 "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
                 "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
             )
-        shape, wanted = data.train.images.shape[1:], (config.data.image_size, 1 if config.data.grayscale else 3)
+        shape, wanted = (
+            data.train.images.shape[1:],
+            (config.data.image_size, 1 if config.data.grayscale else 3),
+        )
         if (shape[0], shape[2]) != wanted:
             raise UserError(
                 f"data={config.data.name} gives this site images of {shape[0]} pixels and {shape[2]} channels, the "
                 f"coordinator's have {wanted[0]} and {wanted[1]}; it is asked for data.image_size and data.grayscale"
             )
         self.rows = np.arange(len(data.train.images))
-        self.run = build(config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients))
+        self.run = build(
+            config, self.report, images=data, partition=Elsewhere(clients=config.federation.clients)
+        )
         settings = self.run.trainer.local_settings()
         device = self.run.trainer.device
-        self.local = LocalTrainer(self.run.model, device=device, secret_noise=True, tick=self._tick, **settings)
+        self.local = LocalTrainer(
+            self.run.model, device=device, secret_noise=True, tick=self._tick, **settings
+        )
         self.memories = Memories(self.state / run)
         self._ready = run, tree
         method = config.method.name + (" with FedX" if config.fedx.enabled else "")
         self.report(f"joined run {run}: {method} on {len(self.rows):,} images of this site")
         if limit := self.own.privacy.max_epsilon:
             spent = self.ledger.spent(self.own.privacy.delta)
-            self.report(f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far")
+            self.report(
+                f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far"
+            )
 
     def _config(self, tree: dict[str, Any]) -> Config:
         if unknown := tree.keys() - {*SHARED, "data"}:
-            raise BadMessage(f"keys that are not the coordinator's to set: {', '.join(sorted(unknown)[:5])}")
+            raise BadMessage(
+                f"keys that are not the coordinator's to set: {', '.join(sorted(unknown)[:5])}"
+            )
         method = tree.get("method")
         name = method.get("name") if isinstance(method, dict) else None
         foreign = sorted(configuration.code_words(tree))
@@ -215,13 +250,17 @@ class Site:
                 f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if this site has that "
                 f"module and trusts it, start it with --allow-code"
             )
-        if "${" in json.dumps(tree):  # OmegaConf would fill in what is asked for, e.g. environment variables.
+        if "${" in json.dumps(
+            tree
+        ):  # OmegaConf would fill in what is asked for, e.g. environment variables.
             raise BadMessage("a configuration with references")
         told = configuration.from_tree(tree, "the coordinator's configuration")
         self._require_privacy(told.privacy)
         data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
         data["value_range"] = told.data.value_range or self.own.data.value_range
-        return replace(told, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site)
+        return replace(
+            told, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site
+        )
 
     def _require_privacy(self, told: PrivacyOptions) -> None:
         """The coordinator may ask for more protection than this site wants, but not for less."""
@@ -250,14 +289,20 @@ class Site:
         self.ledger.require_budget(self.own.privacy, config.privacy.noise)
         memory, found = self._memory(meta)
         seed = derive(config.seed, "data", number, client)
-        data = self.run.data.batches(self.rows, seed, model=self.run.model, device=self.local.device)
+        data = self.run.data.batches(
+            self.rows, seed, model=self.run.model, device=self.local.device
+        )
         self.report(f"round {number}: training")
         self._until = time.monotonic() + self.own.site.max_seconds
         update = self.local.run(context, client=client, data=data, memory=memory)
-        self.ledger.add(config.privacy.noise)  # Before anything else is kept: it may count too much, never too little.
+        self.ledger.add(
+            config.privacy.noise
+        )  # Before anything else is kept: it may count too much, never too little.
         self.memories.save(update.memory)
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
-        self.report(f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen")
+        self.report(
+            f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen"
+        )
         return Content(self._about(update, metrics, found), update.state.tensors())
 
     def _tick(self) -> None:
@@ -297,7 +342,9 @@ class Site:
         state = RunState(round=number, config=config.hash)
         Checkpoints(folder, keep=1).commit(state, GlobalState.from_tensors(content.tensors))
         images = shlex.quote(config.data.root)
-        self.report(f"the encoder is in {folder}; next: fedx-pl embed {shlex.quote(str(folder))} {images}")
+        self.report(
+            f"the encoder is in {folder}; next: fedx-pl embed {shlex.quote(str(folder))} {images}"
+        )
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
         """What this site remembers of the round that the coordinator names, and whether it has found it."""
@@ -317,7 +364,10 @@ class Site:
         drawn = drawn_rows(len(self.rows), HEALTH_IMAGES, derive(self.run.config.seed, "health"))
         images = data.images.train.images[drawn]
         generator = torch.Generator(self.local.device).manual_seed(0)
-        first, second = (extract(backbone, images, lambda batch: data.augment(batch, generator)) for _ in range(2))
+        first, second = (
+            extract(backbone, images, lambda batch: data.augment(batch, generator))
+            for _ in range(2)
+        )
         plain = extract(backbone, images, data.augment.plain)
         return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
 
@@ -374,7 +424,10 @@ class Memories:
 
     def _records(self) -> dict[int, str]:
         try:
-            return {int(round_number): str(sha) for round_number, sha in json.loads(self._file.read_text()).items()}
+            return {
+                int(round_number): str(sha)
+                for round_number, sha in json.loads(self._file.read_text()).items()
+            }
         except (OSError, ValueError, AttributeError):
             return {}
 
@@ -386,7 +439,9 @@ def _file_name(round_number: int) -> str:
 def _require_same(state: State, reference: State) -> None:
     """The coordinator's weights fit this site's network."""
     if state.keys() != reference.keys():
-        raise BadMessage(f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one side")
+        raise BadMessage(
+            f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one side"
+        )
     for name, tensor in reference.items():
         if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
             raise BadMessage(f"{name} has shape {tuple(state[name].shape)} and {state[name].dtype}")

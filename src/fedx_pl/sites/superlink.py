@@ -27,7 +27,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 FLEET = "/v1/fleet/"
-SIGNED = "x-fedx-signed"  # header: time, nonce, SHA-256 of the body, signature of these and the path
+SIGNED = (
+    "x-fedx-signed"  # header: time, nonce, SHA-256 of the body, signature of these and the path
+)
 CLOCK_SECONDS = 60.0  # that a site's clock may differ
 HEAD_SECONDS = 10.0  # for the TLS handshake and the head of a request
 BODY_SECONDS = 600.0
@@ -38,7 +40,9 @@ CALLS = {
     "pull-messages": SMALL, "pull-object": SMALL, "confirm-message-received": SMALL,
     "push-messages": 2**20, "push-object": PART + SMALL,
 }  # fmt: skip
-REMEMBERED = 8  # messages to a site that it may still answer; the coordinator never waits for more than two
+REMEMBERED = (
+    8  # messages to a site that it may still answer; the coordinator never waits for more than two
+)
 AT_ONCE = 16  # requests of one site; Flower's client makes four at most
 BACKLOG = 16
 OWN_DESCRIPTORS = 64
@@ -70,7 +74,9 @@ class Ledger:
     def note(self, node: int, message: str, parts: Iterable[str]) -> None:
         """Takes note of a message to a site."""
         with self._lock:
-            self._sent.setdefault(node, deque(maxlen=REMEMBERED)).append(Sent(message, frozenset(parts)))
+            self._sent.setdefault(node, deque(maxlen=REMEMBERED)).append(
+                Sent(message, frozenset(parts))
+            )
 
     def sent(self, node: int) -> list[Sent]:
         """The last messages to a site."""
@@ -167,7 +173,13 @@ class Door:
     """ASGI middleware: signed Fleet requests of registered sites, about messages between them and the coordinator."""
 
     def __init__(
-        self, app: Any, *, sites: frozenset[bytes] | None, ledger: Ledger, guard: Guard, tree_of: Callable[[str], Any]
+        self,
+        app: Any,
+        *,
+        sites: frozenset[bytes] | None,
+        ledger: Ledger,
+        guard: Guard,
+        tree_of: Callable[[str], Any],
     ) -> None:
         """Opens.
 
@@ -178,7 +190,13 @@ class Door:
             guard: of the connections.
             tree_of: finds the stored object tree of an identifier, or None.
         """
-        self.app, self.sites, self.ledger, self.guard, self.tree_of = app, sites, ledger, guard, tree_of
+        self.app, self.sites, self.ledger, self.guard, self.tree_of = (
+            app,
+            sites,
+            ledger,
+            guard,
+            tree_of,
+        )
         self._seen: dict[str, float] = {}  # requests by their nonce, until their time is over
         self._busy: Counter[bytes] = Counter()  # by key
         self._pushing = asyncio.Lock()
@@ -236,19 +254,29 @@ class Door:
         from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
         try:
-            public = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode()], validate=True)
+            public = base64.b64decode(
+                headers[FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode()], validate=True
+            )
             if self.sites is not None and public not in self.sites:
                 raise NotLetIn(401, "this key is not registered")
             when, nonce, digest, signature = headers[SIGNED.encode()].decode("ascii").split(" ")
             ahead = datetime.fromisoformat(when).timestamp() - time.time()
             key = serialization.load_pem_public_key(public)
-            if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+            if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
+                key.curve, ec.SECP384R1
+            ):
                 raise ValueError("another kind of key")
             text = signed_text(path, when, nonce, digest)
             key.verify(base64.b64decode(signature, validate=True), text, ec.ECDSA(hashes.SHA384()))
         except KeyError as error:
             raise NotLetIn(401, "a request needs a key and a signature") from error
-        except (ValueError, TypeError, OverflowError, InvalidSignature, UnsupportedAlgorithm) as error:
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+            InvalidSignature,
+            UnsupportedAlgorithm,
+        ) as error:
             raise NotLetIn(401, "the signature is not right") from error
         if abs(ahead) > CLOCK_SECONDS:
             late = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
@@ -297,7 +325,9 @@ class Door:
             raise NotLetIn(410, "an answer to nothing that this site was sent")
         if about.message_id != tree.object_id:
             raise NotLetIn(400, "another message than its parts")
-        most = 2 * len(asked.parts) + 16  # An answer is about as large as the question: both are the weights.
+        most = (
+            2 * len(asked.parts) + 16
+        )  # An answer is about as large as the question: both are the weights.
         if _count(tree, most) > most:
             raise NotLetIn(413, f"an answer of more than {most} parts")
         if not self._agrees(tree):
@@ -324,7 +354,9 @@ class Noting:
 
             body = await _body(receive)
             request = PushAppMessagesRequest.FromString(body)
-            for message, tree in zip(request.messages_list, request.message_object_trees, strict=True):
+            for message, tree in zip(
+                request.messages_list, request.message_object_trees, strict=True
+            ):
                 parts = (part.object_id for part in iterate_object_tree(tree))
                 self.ledger.note(message.metadata.dst_node_id, message.metadata.message_id, parts)
             receive = _again(body, receive)
@@ -375,7 +407,10 @@ def main() -> None:
     told = json.load(sys.stdin)
     import uvicorn
     from flwr.supercore.object_store import NoObjectInStoreError
-    from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
+    from flwr.superlink.cli.flower_superlink import (
+        SuperLinkLifespan,
+        _parse_superlink_lifespan_config,
+    )
     from flwr.superlink.main import create_app
     from flwr.superlink.routers.fleet import node_auth
 
@@ -391,7 +426,9 @@ def main() -> None:
         except NoObjectInStoreError:
             return None
 
-    sites = None if told["sites"] is None else frozenset(public.encode() for public in told["sites"])
+    sites = (
+        None if told["sites"] is None else frozenset(public.encode() for public in told["sites"])
+    )
     door = Door(app, sites=sites, ledger=ledger, guard=guard, tree_of=tree_of)
     # asyncio, whose sockets are the guard's, and h11, which bounds the head of a request.
     common: dict[str, Any] = {
@@ -401,12 +438,18 @@ def main() -> None:
         "http": "h11",
         "ws": "none",
     }
-    common["proxy_headers"] = False  # The caller is who holds the connection, not who a header says.
+    common["proxy_headers"] = (
+        False  # The caller is who holds the connection, not who a header says.
+    )
     # The coordinator has an entrance, a thread and an event loop of its own: no site can stand in its way.
     own = uvicorn.Server(uvicorn.Config(Noting(app, ledger), lifespan="off", **common))
     threading.Thread(target=own.run, kwargs={"sockets": [inner]}, daemon=True).start()
     serving = uvicorn.Config(
-        door, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile, backlog=BACKLOG, **common
+        door,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        backlog=BACKLOG,
+        **common,
     )
     serving.load()
     if serving.ssl is not None:

@@ -9,7 +9,11 @@ from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.methods.base import State
 
 HELLO, TRAIN, END = "query", "train", "query.end"  # Flower's names for messages of these kinds
-FINISHED, STOPPED, REFUSED = "finished", "stopped", "refused"  # how a federation ended for a site, in `END`
+FINISHED, STOPPED, REFUSED = (
+    "finished",
+    "stopped",
+    "refused",
+)  # how a federation ended for a site, in `END`
 MAX_JSON, MAX_TEXT = 1_000_000, 1000
 MAX_NUMBER = 1e9  # A loss or metric beyond it measures nothing.
 GONE = "it is gone; it may come back for a later round"  # why a site has no answer

@@ -16,7 +16,9 @@ BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
 def options(root: Path, name: str = "cifar10", **changes: object) -> DataOptions:
-    return DataOptions(**{"name": name, "root": str(root), "verify": False, "download": False} | changes)  # type: ignore[arg-type]
+    return DataOptions(
+        **{"name": name, "root": str(root), "verify": False, "download": False} | changes
+    )  # type: ignore[arg-type]
 
 
 def random_batch(seed: int, count: int = 4, classes: int = 10) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +58,9 @@ def binary_members() -> dict[str, bytes]:
     content = {}
     for seed, name in enumerate(BATCHES):
         images, labels = random_batch(seed)
-        content[f"{name}.bin"] = np.column_stack([labels.astype(np.uint8), planar(images)]).tobytes()
+        content[f"{name}.bin"] = np.column_stack(
+            [labels.astype(np.uint8), planar(images)]
+        ).tobytes()
     return content
 
 
@@ -68,13 +72,19 @@ def npm_members() -> dict[str, bytes]:
         Image.fromarray(images.reshape(len(images), 1024, 3)).save(stream, "PNG")
         content[f"{name}.png"] = stream.getvalue()
         labels.append(batch_labels.tolist())
-    content["train_lables.json"] = json.dumps([label for batch in labels[:5] for label in batch]).encode()
+    content["train_lables.json"] = json.dumps(
+        [label for batch in labels[:5] for label in batch]
+    ).encode()
     content["test_lables.json"] = json.dumps(labels[5]).encode()
     return content
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        + array.tobytes()
+    )
 
 
 def write_fmnist(folder: Path, zipped: bool = True) -> dict[str, np.ndarray]:
@@ -82,9 +92,13 @@ def write_fmnist(folder: Path, zipped: bool = True) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = {}
     for prefix, count in (("train", 5), ("t10k", 3)):
-        arrays[f"{prefix}-images-idx3-ubyte"] = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        arrays[f"{prefix}-images-idx3-ubyte"] = rng.integers(
+            0, 256, (count, 28, 28), dtype=np.uint8
+        )
         arrays[f"{prefix}-labels-idx1-ubyte"] = rng.integers(0, 10, count, dtype=np.uint8)
     for name, array in arrays.items():
         content = idx_bytes(array)
-        (folder / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(content) if zipped else content)
+        (folder / (f"{name}.gz" if zipped else name)).write_bytes(
+            gzip.compress(content) if zipped else content
+        )
     return arrays

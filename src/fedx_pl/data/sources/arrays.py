@@ -25,7 +25,9 @@ def is_pair(source: object) -> bool:
     if not (isinstance(source, tuple | list) and len(source) == 2):
         return False
     images, labels = source
-    plain = labels is None or is_array(labels) or (isinstance(labels, list) and _is_whole(labels[:1]))
+    plain = (
+        labels is None or is_array(labels) or (isinstance(labels, list) and _is_whole(labels[:1]))
+    )
     return is_array(images) or (isinstance(images, list) and plain)
 
 
@@ -52,7 +54,9 @@ def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
     held_out = None if test is None else _split(test, "the test")
     if held_out is not None:
         _require_fitting(split, held_out)
-    labels = [part.labels for part in (split, held_out) if part is not None and part.labels is not None]
+    labels = [
+        part.labels for part in (split, held_out) if part is not None and part.labels is not None
+    ]
     classes = max((int(values.max()) + 1 for values in labels), default=0)
     return ImageData(
         name=ARRAYS,
@@ -65,7 +69,9 @@ def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
     )
 
 
-def of_datasets(clients: Sequence[Dataset[Any]], whose: str = "client") -> tuple[Arrays, np.ndarray]:
+def of_datasets(
+    clients: Sequence[Dataset[Any]], whose: str = "client"
+) -> tuple[Arrays, np.ndarray]:
     """All items of data sets as arrays, and which data set each is from.
 
     Args:
@@ -97,7 +103,9 @@ def of_datasets(clients: Sequence[Dataset[Any]], whose: str = "client") -> tuple
 
 def _split(arrays: Arrays, which: str) -> Split:
     if not is_pair(arrays):
-        raise UserError(f"{which} images are given as {_kind(arrays)}; give a pair (images, labels) of arrays")
+        raise UserError(
+            f"{which} images are given as {_kind(arrays)}; give a pair (images, labels) of arrays"
+        )
     try:
         images, labels = np.asarray(arrays[0]), arrays[1]
     except ValueError:
@@ -114,7 +122,9 @@ def _split(arrays: Arrays, which: str) -> Split:
         )
     if not images.size:
         raise UserError(f"{which} images are {images.shape}: there are none; give at least one")
-    return Split(images, None if labels is None else _labels(np.asarray(labels), len(images), which))
+    return Split(
+        images, None if labels is None else _labels(np.asarray(labels), len(images), which)
+    )
 
 
 def _bytes(images: np.ndarray) -> str:
@@ -122,14 +132,20 @@ def _bytes(images: np.ndarray) -> str:
     if images.dtype == np.uint8:
         return "images.transpose(0, 2, 3, 1)"
     bright = images.dtype.kind == "f" and images.size and images.max() <= 1
-    return "(images * 255).round().astype(np.uint8)" if bright else "images.astype(np.uint8) if they are 0..255"
+    return (
+        "(images * 255).round().astype(np.uint8)"
+        if bright
+        else "images.astype(np.uint8) if they are 0..255"
+    )
 
 
 def _labels(labels: np.ndarray, count: int, which: str) -> np.ndarray | None:
     labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if labels.shape != (count,):
         each = ", e.g. labels.argmax(axis=1)" if labels.ndim == 2 else ""
-        raise UserError(f"{which} labels are {labels.shape} for {count} images; give one for each, ({count},){each}")
+        raise UserError(
+            f"{which} labels are {labels.shape} for {count} images; give one for each, ({count},){each}"
+        )
     if labels.dtype.kind not in "iu":
         raise UserError(
             f"{which} labels are {labels.dtype}; give integers from 0, e.g. np.unique(labels, return_inverse=True)[1]"
@@ -140,7 +156,9 @@ def _labels(labels: np.ndarray, count: int, which: str) -> np.ndarray | None:
             f"np.unique(labels, return_inverse=True)[1]"
         )
     if labels.min() < -1:
-        raise UserError(f"{which} labels begin with {labels.min()}; give integers from 0, -1 for an image without one")
+        raise UserError(
+            f"{which} labels begin with {labels.min()}; give integers from 0, -1 for an image without one"
+        )
     return labels.astype(np.int64, copy=False) if labels.max() >= 0 else None
 
 
@@ -166,8 +184,14 @@ def _length(dataset: Any, which: str) -> int:
             f"{which} is {_kind(dataset)}, not a data set; give e.g. torch.utils.data.TensorDataset(images, labels) "
             f"with uint8 images (N, C, H, W)"
         )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"{which} is a {name}, which has no length or no items by number; give a list: list(dataset)")
+    if (
+        isinstance(dataset, IterableDataset)
+        or not hasattr(dataset, "__len__")
+        or not hasattr(dataset, "__getitem__")
+    ):
+        raise UserError(
+            f"{which} is a {name}, which has no length or no items by number; give a list: list(dataset)"
+        )
     if not (count := len(dataset)):
         raise UserError(f"{which} is a {name} without images; leave it out")
     return count
@@ -175,11 +199,15 @@ def _length(dataset: Any, which: str) -> int:
 
 def _parts(item: Any, which: str) -> tuple[Any, Any]:
     if isinstance(item, dict):
-        raise UserError(f"{which} is a dict of {', '.join(map(str, item))}; return (image, label) from __getitem__")
+        raise UserError(
+            f"{which} is a dict of {', '.join(map(str, item))}; return (image, label) from __getitem__"
+        )
     if not isinstance(item, tuple | list):
         return item, None
     if len(item) > 2 or not item:
-        raise UserError(f"{which} has {len(item)} parts; return an image or (image, label) from __getitem__")
+        raise UserError(
+            f"{which} has {len(item)} parts; return an image or (image, label) from __getitem__"
+        )
     return item[0], item[1] if len(item) == 2 else None
 
 
@@ -199,19 +227,29 @@ def _label(label: Any, which: str) -> int:
 def _pixels(image: Any, which: str) -> np.ndarray:
     """An image as uint8 (H, W, C): a PIL image, an array (H, W, C), or a tensor (C, H, W); of bytes or of 0..1."""
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB", "RGBA"):
-        raise UserError(f'{which} is a PIL image of mode {image.mode}; return image.convert("RGB"), or "L" for gray')
+        raise UserError(
+            f'{which} is a PIL image of mode {image.mode}; return image.convert("RGB"), or "L" for gray'
+        )
     try:
-        pixels = image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+        pixels = (
+            image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+        )
     except TypeError:
-        raise UserError(f"{which} is {image!r}; return an image: a tensor, an array or a PIL image") from None
+        raise UserError(
+            f"{which} is {image!r}; return an image: a tensor, an array or a PIL image"
+        ) from None
     if isinstance(image, Tensor) and pixels.ndim == 3:
         pixels = pixels.movedim(0, -1)
     if pixels.ndim not in (2, 3):
-        raise UserError(f"{which} has the shape {tuple(pixels.shape)}; return one image, (C, H, W) or (H, W)")
+        raise UserError(
+            f"{which} has the shape {tuple(pixels.shape)}; return one image, (C, H, W) or (H, W)"
+        )
     if pixels.is_floating_point():
         pixels = _as_bytes(pixels, which)
     if pixels.dtype != torch.uint8:
-        raise UserError(f"{which} is of {pixels.dtype}; return bytes (uint8), or floats of 0..1 as of ToTensor()")
+        raise UserError(
+            f"{which} is of {pixels.dtype}; return bytes (uint8), or floats of 0..1 as of ToTensor()"
+        )
     return np.ascontiguousarray((pixels if pixels.ndim == 3 else pixels[..., None]).numpy())
 
 
@@ -228,4 +266,6 @@ def _as_bytes(pixels: Tensor, which: str) -> Tensor:
 def _kind(value: object) -> str:
     if is_array(value):
         return f"an array of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+    return f"a {type(value).__name__}" + (
+        f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    )

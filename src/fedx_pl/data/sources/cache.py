@@ -29,7 +29,9 @@ from fedx_pl.errors import UserError
 from fedx_pl.files import private_file, sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
-MAP_BYTES = 2**30  # larger arrays are mapped instead of read: a folder of images may exceed the memory
+MAP_BYTES = (
+    2**30
+)  # larger arrays are mapped instead of read: a folder of images may exceed the memory
 _BLOCK = 2**26
 _STALE_SECONDS = 24 * 3600
 _PARTS = {"arrays", "info"}  # of a manifest, beside its own sha256
@@ -58,7 +60,9 @@ def sha256(array: np.ndarray) -> str:
     """Hashes the bytes of an array in C order."""
     digest = hashlib.sha256()
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    for start in range(0, flat.size, _BLOCK):  # block by block: a memory map must not become resident as a whole
+    for start in range(
+        0, flat.size, _BLOCK
+    ):  # block by block: a memory map must not become resident as a whole
         digest.update(flat[start : start + _BLOCK].data)
     return digest.hexdigest()
 
@@ -73,7 +77,13 @@ def fingerprint_of(train: Split, test: Split | None) -> str:
     arrays = {"images": train.images, "labels": train.labels}
     if test is not None:
         arrays |= {"test images": test.images, "test labels": test.labels}
-    return fingerprint({f"{key} {array.shape}": sha256(array) for key, array in arrays.items() if array is not None})
+    return fingerprint(
+        {
+            f"{key} {array.shape}": sha256(array)
+            for key, array in arrays.items()
+            if array is not None
+        }
+    )
 
 
 def read(folder: Path, *, unsigned: bool = False) -> Cached:
@@ -101,7 +111,9 @@ def read(folder: Path, *, unsigned: bool = False) -> Cached:
             if _header_of(path) != (entry["shape"], entry["dtype"]):
                 raise CacheError(f"{path} has changed since it was written")
             # "c", copy on write: torch wants writable memory, the verified file must stay as it is
-            arrays[name] = np.load(path, mmap_mode="c" if path.stat().st_size > MAP_BYTES else None, allow_pickle=False)
+            arrays[name] = np.load(
+                path, mmap_mode="c" if path.stat().st_size > MAP_BYTES else None, allow_pickle=False
+            )
             hashes[name] = sha256(arrays[name])
             if hashes[name] != entry["sha256"]:
                 raise CacheError(f"{path} has changed since it was written")
@@ -139,7 +151,9 @@ class ArrayWriter:
     A memory map would be simpler, but writing one on a full disk ends the process with a signal; a write fails.
     """
 
-    def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: str, *, private: bool = False) -> None:
+    def __init__(
+        self, path: Path, row_shape: tuple[int, ...], dtype: str, *, private: bool = False
+    ) -> None:
         self.path, self.row_shape, self.dtype = path, row_shape, np.dtype(dtype)
         self.rows = 0
         self._opener = private_file if private else None
@@ -151,7 +165,10 @@ class ArrayWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._file:
             if kind is None:
@@ -165,7 +182,9 @@ class ArrayWriter:
     def append(self, block: np.ndarray) -> None:
         """Writes rows, ``(n, *row_shape)``."""
         if block.shape[1:] != self.row_shape or block.dtype != self.dtype:
-            raise ValueError(f"rows of {block.dtype} {block.shape[1:]}, expected {self.dtype} {self.row_shape}")
+            raise ValueError(
+                f"rows of {block.dtype} {block.shape[1:]}, expected {self.dtype} {self.row_shape}"
+            )
         content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
         self._file.write(content)
         self._digest.update(content)
@@ -181,7 +200,11 @@ class ArrayWriter:
         }
 
     def _header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)}
+        header = {
+            "descr": self.dtype.str,
+            "fortran_order": False,
+            "shape": (self.rows, *self.row_shape),
+        }
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
@@ -209,7 +232,9 @@ def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
         yield fresh
         sync_folder(fresh)
         if folder.exists():
-            os.replace(folder, f"{fresh}-old")  # a folder that is not empty cannot be replaced in one step
+            os.replace(
+                folder, f"{fresh}-old"
+            )  # a folder that is not empty cannot be replaced in one step
         try:
             os.replace(fresh, folder)
         except OSError as error:
@@ -228,7 +253,11 @@ def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def write(
-    folder: Path, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any], *, private: bool = False
+    folder: Path,
+    arrays: Mapping[str, np.ndarray],
+    info: Mapping[str, Any],
+    *,
+    private: bool = False,
 ) -> dict[str, str]:
     """Writes arrays as a new cache, replacing an old one; ``private``: for this user alone.
 
@@ -247,10 +276,16 @@ def write(
 
 
 def write_manifest(
-    folder: Path, entries: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], *, private: bool = False
+    folder: Path,
+    entries: Mapping[str, Mapping[str, Any]],
+    info: Mapping[str, Any],
+    *,
+    private: bool = False,
 ) -> None:
     """Writes ``manifest.json`` and waits until it is on the disk."""
-    manifest = json.loads(json.dumps({"arrays": dict(entries), "info": dict(info)}))  # as it is read back
+    manifest = json.loads(
+        json.dumps({"arrays": dict(entries), "info": dict(info)})
+    )  # as it is read back
     content = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
     write_atomically(folder / MANIFEST, content.encode(), private=private)
 
@@ -262,7 +297,9 @@ def _is_cache(folder: Path) -> bool:
     names = {entry.name for entry in folder.iterdir()}
     if not names:
         return True
-    if MANIFEST not in names or not all(name == MANIFEST or name.endswith(".npy") for name in names):
+    if MANIFEST not in names or not all(
+        name == MANIFEST or name.endswith(".npy") for name in names
+    ):
         return False
     if not (folder / MANIFEST).is_file():
         return False

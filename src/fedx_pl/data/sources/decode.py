@@ -81,23 +81,32 @@ def decode(
     settings = [size, options.grayscale, value_range]
     content = cached(
         cache_folder(options) / f"{options.name}-{key_of([(root, paths)], settings)}",
-        lambda folder: _fill(folder, root, paths, size=size, options=options, report=report, value_range=value_range),
+        lambda folder: _fill(
+            folder, root, paths, size=size, options=options, report=report, value_range=value_range
+        ),
         options,
         report=report,
     )
     skipped = content.info["skipped"]
     if skipped:
         told = content.info["reasons"]
-        reasons = [f"{count} like {readable(root / first)} ({reason})" for reason, count, first in told]
+        reasons = [
+            f"{count} like {readable(root / first)} ({reason})" for reason, count, first in told
+        ]
         if others := skipped - sum(count for _, count, _ in told):
             reasons.append(f"{others} for other reasons")
         report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
     return Decoded(
-        images=content.arrays["images"], paths=content.info["paths"], skipped=skipped, sha256=content.hashes["images"]
+        images=content.arrays["images"],
+        paths=content.info["paths"],
+        skipped=skipped,
+        sha256=content.hashes["images"],
     )
 
 
-def cached(folder: Path, fill: Callable[[Path], None], options: DataOptions, report: Report) -> cache.Cached:
+def cached(
+    folder: Path, fill: Callable[[Path], None], options: DataOptions, report: Report
+) -> cache.Cached:
     """Reads the cache ``folder``; if there is none, or it is damaged, after ``fill`` has written it."""
     try:
         return cache.read(folder)
@@ -109,7 +118,9 @@ def cached(folder: Path, fill: Callable[[Path], None], options: DataOptions, rep
             return cache.read(folder)
         except (OSError, CacheError) as failure:
             where = cache_folder(options).resolve()
-            raise UserError(f"cannot cache images in {where} ({one_line(failure)}); set data.cache=DIR") from failure
+            raise UserError(
+                f"cannot cache images in {where} ({one_line(failure)}); set data.cache=DIR"
+            ) from failure
 
 
 def key_of(parts: Sequence[tuple[Path, Sequence[str]]], settings: Sequence[Any]) -> str:
@@ -138,12 +149,18 @@ def _fill(
 ) -> None:
     """Decodes ``paths`` in order and writes the cache ``folder``; memory holds a few batches at a time."""
     kept: list[str] = []
-    failures: dict[str, list[Any]] = {}  # [reason, count, first path], by the reason without its numbers
+    failures: dict[
+        str, list[Any]
+    ] = {}  # [reason, count, first path], by the reason without its numbers
     channels = 1 if options.grayscale else 3
     with cache.replacing(folder, private=True) as fresh:
-        with cache.ArrayWriter(fresh / "images.npy", (size, size, channels), "uint8", private=True) as writer:
+        with cache.ArrayWriter(
+            fresh / "images.npy", (size, size, channels), "uint8", private=True
+        ) as writer:
             tasks = batches([(root, paths)], size, options.grayscale, value_range=value_range)
-            results = run(decode_batch, tasks, options, report=report, title="decoding images, once")
+            results = run(
+                decode_batch, tasks, options, report=report, title="decoding images, once"
+            )
             for (_, batch, *_), (images, reasons) in zip(tasks, results, strict=True):
                 writer.append(images)
                 for path, reason in zip(batch, reasons, strict=True):
@@ -161,7 +178,10 @@ def _fill(
 
 
 def batches(
-    parts: Sequence[tuple[Path, Sequence[str]]], size: int, grayscale: bool, value_range: ValueRange | None
+    parts: Sequence[tuple[Path, Sequence[str]]],
+    size: int,
+    grayscale: bool,
+    value_range: ValueRange | None,
 ) -> list[Task]:
     """Splits the files of some folders into tasks for `run`."""
     return [
@@ -172,7 +192,11 @@ def batches(
 
 
 def run(
-    work: Callable[[Task], Answered], tasks: Sequence[Task], options: DataOptions, report: Report, title: str
+    work: Callable[[Task], Answered],
+    tasks: Sequence[Task],
+    options: DataOptions,
+    report: Report,
+    title: str,
 ) -> Iterator[Answered]:
     """Does tasks in one or several processes and yields results in order; ``title`` is for the progress bar."""
     workers = options.workers or os.cpu_count() or 1
@@ -180,13 +204,17 @@ def run(
     return _with_progress(_run(work, tasks, workers), total, report, title=title)
 
 
-def _run(work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
+def _run(
+    work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int
+) -> Iterator[Answered]:
     """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
     start = time.monotonic()
     yield from map(work, tasks[:1])
     expected = (time.monotonic() - start) * (len(tasks) - 1)
     rest = tasks[1:]
-    yield from _in_pool(rest, workers) if workers > 1 and expected > _POOL_SECONDS else map(work, rest)
+    yield from (
+        _in_pool(rest, workers) if workers > 1 and expected > _POOL_SECONDS else map(work, rest)
+    )
 
 
 def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
@@ -239,7 +267,10 @@ class _Process:
             stdin.flush()
             shape, remarks = json.loads(stdout.readline())
             return np.frombuffer(stdout.read(math.prod(shape)), np.uint8).reshape(shape), remarks
-        except (OSError, ValueError) as error:  # it died: the pipe broke, or its answer is cut short
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # it died: the pipe broke, or its answer is cut short
             first = readable(os.path.join(root, paths[0]))
             raise UserError(
                 f"a process that decodes images died at one of {len(paths)} files from {first} on (out of memory?); "
@@ -256,7 +287,9 @@ class _Process:
             pass
 
 
-def _with_progress(results: Iterator[Answered], total: int, report: Report, title: str) -> Iterator[Answered]:
+def _with_progress(
+    results: Iterator[Answered], total: int, report: Report, title: str
+) -> Iterator[Answered]:
     """Passes results on, with a progress bar on a terminal and now and then a line elsewhere, if it takes a while."""
     from rich.console import Console
     from rich.progress import Progress

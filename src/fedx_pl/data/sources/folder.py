@@ -38,9 +38,15 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     if not options.root:
         raise UserError("data=folder needs your images: type data.root=/path/to/images")
     root = _folder(root_folder(options), "data.root")
-    test_root = _folder(Path(options.test_root).expanduser(), "data.test_root") if options.test_root else None
+    test_root = (
+        _folder(Path(options.test_root).expanduser(), "data.test_root")
+        if options.test_root
+        else None
+    )
     if test_root and options.labels == "none":
-        raise UserError("data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv")
+        raise UserError(
+            "data.test_root needs labels: type data.labels=folders, or data.labels=FILE.csv"
+        )
     table = Path(options.labels).expanduser() if options.labels not in ("none", "folders") else None
 
     # a test folder, a table or our own cache inside the root is no training image
@@ -50,7 +56,9 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         raise UserError(f"data.root={options.root}: no images in {root.resolve()}")
     test_paths = list_files(test_root, report) if test_root else []
     if table:
-        names, test_names = _names_from_table(table, [(root, paths), *([(test_root, test_paths)] if test_root else [])])
+        names, test_names = _names_from_table(
+            table, [(root, paths), *([(test_root, test_paths)] if test_root else [])]
+        )
     elif options.labels == "folders":
         names, test_names = _names_from_folders(paths), _names_from_folders(test_paths)
     else:
@@ -75,7 +83,14 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
             f"data.root={options.root}: no readable images in {root.resolve()} ({train.skipped} other files)"
         )
     test = (
-        decode(test_root or root, held_out, size, options=options, report=report, value_range=value_range)
+        decode(
+            test_root or root,
+            held_out,
+            size,
+            options=options,
+            report=report,
+            value_range=value_range,
+        )
         if held_out
         else None
     )
@@ -92,7 +107,9 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         hashes |= {"test": test.sha256, "test labels": _hash(test_labels)}
     return ImageData(
         name="folder",
-        train=Split(train.images, train_labels, np.searchsorted(group_names, groups).astype(np.int64)),
+        train=Split(
+            train.images, train_labels, np.searchsorted(group_names, groups).astype(np.int64)
+        ),
         test=test_split,
         classes=classes,
         group_names=group_names,
@@ -109,7 +126,11 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
     classes = tuple(options.classes)
     parts = {}
     for name in ("train", "val"):
-        top = _folder(root / name, "data.root", f"imagenet10 needs the sub-folders train and val in {root.resolve()}")
+        top = _folder(
+            root / name,
+            "data.root",
+            f"imagenet10 needs the sub-folders train and val in {root.resolve()}",
+        )
         present = sorted(entry.name for entry in top.iterdir() if entry.is_dir())
         if not classes:
             example = ",".join(present[:10])
@@ -118,17 +139,25 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
             if wanted not in present:
                 near = difflib.get_close_matches(wanted, present, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"data.classes: there is no folder {wanted} in {top.resolve()}{hint}")
+                raise UserError(
+                    f"data.classes: there is no folder {wanted} in {top.resolve()}{hint}"
+                )
         folders = sorted(set(classes))
-        paths = [f"{wanted}/{path}" for wanted in folders for path in list_files(top / wanted, report)]
+        paths = [
+            f"{wanted}/{path}" for wanted in folders for path in list_files(top / wanted, report)
+        ]
         parts[name] = (top, paths)
     value_range = survey(list(parts.values()), options, report)
     splits = {}
     for name, (top, paths) in parts.items():
         size = options.image_size or SIDES["imagenet10"]
-        splits[name] = decode(top, paths, size, options=options, report=report, value_range=value_range)
+        splits[name] = decode(
+            top, paths, size, options=options, report=report, value_range=value_range
+        )
         if not splits[name].paths:
-            raise UserError(f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}")
+            raise UserError(
+                f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}"
+            )
 
     def split(name: str) -> Split:
         owner = {path: path.split("/", 1)[0] for path in splits[name].paths}
@@ -163,7 +192,9 @@ def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> li
     """
 
     def unreadable(error: OSError) -> None:
-        report(f"cannot read the folder {readable(error.filename)} ({error.strerror}): its images are missing")
+        report(
+            f"cannot read the folder {readable(error.filename)} ({error.strerror}): its images are missing"
+        )
 
     found: list[str] = []
     seen: set[Path] = set()
@@ -175,7 +206,9 @@ def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> li
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = [name for name in files if not name.startswith(".") and real / name not in leave_out]
+        files = [
+            name for name in files if not name.startswith(".") and real / name not in leave_out
+        ]
         found += [(here / name).relative_to(root).as_posix() for name in files]
     return sorted(found)
 
@@ -201,7 +234,9 @@ def _names_from_folders(paths: Sequence[str]) -> dict[str, str]:
     return {path: readable(path.rsplit("/", 2)[-2]) for path in paths if "/" in path}
 
 
-def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) -> tuple[dict[str, str], dict[str, str]]:
+def _names_from_table(
+    table: Path, folders: Sequence[tuple[Path, list[str]]]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Reads a CSV file of ``path,label``; paths are relative to a folder of images, or absolute.
 
     Args:
@@ -215,9 +250,15 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
         raise UserError(f"data.labels={table} is not a file; type none, folders or a CSV file")
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(cell.strip() for cell in row)]
+            rows = [
+                [cell.strip() for cell in row]
+                for row in csv.reader(file)
+                if any(cell.strip() for cell in row)
+            ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"data.labels={table}: cannot read it ({error}); type none, folders or a CSV file") from error
+        raise UserError(
+            f"data.labels={table}: cannot read it ({error}); type none, folders or a CSV file"
+        ) from error
     if rows and [cell.lower() for cell in rows[0][:2]] == ["path", "label"]:
         rows = rows[1:]
     short = [row for row in rows if len(row) < 2 or not row[0]]
@@ -230,7 +271,9 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
     unknown = []
     for path, label, *_ in rows:
         for at, (root, present) in enumerate(known):
-            relative = os.path.normpath(os.path.relpath(path, root) if os.path.isabs(path) else path)
+            relative = os.path.normpath(
+                os.path.relpath(path, root) if os.path.isabs(path) else path
+            )
             relative = relative.replace(os.sep, "/")
             if relative in present:
                 if label:  # an empty cell is an image without label
@@ -245,7 +288,9 @@ def _names_from_table(table: Path, folders: Sequence[tuple[Path, list[str]]]) ->
             unknown.append(path)
     if unknown:
         where = " or ".join(str(root) for root, _ in known)
-        raise UserError(f"data.labels={table}: {len(unknown)} of its files do not exist in {where}, first {unknown[0]}")
+        raise UserError(
+            f"data.labels={table}: {len(unknown)} of its files do not exist in {where}, first {unknown[0]}"
+        )
     return names[0], names[1]
 
 

@@ -68,7 +68,9 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
         raise FormatError(f"{folder.name}: {one_line(error)}") from error
 
 
-def cifar_python(files: Mapping[str, bytes], names: Iterable[str], label_key: str) -> tuple[np.ndarray, np.ndarray]:
+def cifar_python(
+    files: Mapping[str, bytes], names: Iterable[str], label_key: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Parses CIFAR's pickled batches.
 
     Args:
@@ -110,14 +112,18 @@ def cifar_binary(files: Mapping[str, bytes], names: Iterable[str]) -> tuple[np.n
     for name in names:
         content = np.frombuffer(_member(files, name), np.uint8)
         if content.size == 0 or content.size % 3073:
-            raise FormatError(f"{name}: {content.size} bytes are not a whole number of 3073-byte records")
+            raise FormatError(
+                f"{name}: {content.size} bytes are not a whole number of 3073-byte records"
+            )
         records = content.reshape(-1, 3073)
         images.append(_planar(records[:, 1:], name))
         labels.append(records[:, 0].astype(np.int64))
     return np.concatenate(images), np.concatenate(labels)
 
 
-def png_rows(files: Mapping[str, bytes], names: Iterable[str], labels: str) -> tuple[np.ndarray, np.ndarray]:
+def png_rows(
+    files: Mapping[str, bytes], names: Iterable[str], labels: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Parses PNG sheets that hold one 32 x 32 image per row of 1024 RGB pixels, and a JSON list of labels.
 
     Returns:
@@ -128,7 +134,9 @@ def png_rows(files: Mapping[str, bytes], names: Iterable[str], labels: str) -> t
         try:
             with Image.open(io.BytesIO(_member(files, name)), formats=["PNG"]) as image:
                 if image.width != 1024 or image.mode != "RGB":
-                    raise FormatError(f"{name}: expected 1024 RGB pixels per row, found {image.width} {image.mode}")
+                    raise FormatError(
+                        f"{name}: expected 1024 RGB pixels per row, found {image.width} {image.mode}"
+                    )
                 sheets.append(np.asarray(image).reshape(-1, 32, 32, 3))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise FormatError(f"{name}: {one_line(error)}") from error
@@ -153,7 +161,9 @@ def svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except Exception as error:  # scipy's reader fails with whatever the bytes happen to mean
         raise FormatError(f"{path.name}: not the expected .mat file ({one_line(error)})") from error
     if images.ndim != 4 or images.shape[:3] != (32, 32, 3) or images.dtype != np.uint8:
-        raise FormatError(f"{path.name}: X is {images.dtype} {images.shape}, expected uint8 (32, 32, 3, N)")
+        raise FormatError(
+            f"{path.name}: X is {images.dtype} {images.shape}, expected uint8 (32, 32, 3, N)"
+        )
     return np.ascontiguousarray(images.transpose(3, 0, 1, 2)), labels % 10
 
 
@@ -171,8 +181,12 @@ def idx(path: Path) -> np.ndarray:
     start = 4 + 4 * content[3]
     shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
     if len(content) != start + math.prod(shape):
-        raise FormatError(f"{path.name}: {len(content)} bytes do not hold an array of shape {shape}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()  # bytes are read-only, torch objects
+        raise FormatError(
+            f"{path.name}: {len(content)} bytes do not hold an array of shape {shape}"
+        )
+    return (
+        np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+    )  # bytes are read-only, torch objects
 
 
 def one_line(error: BaseException) -> str:
@@ -215,14 +229,20 @@ class _PickledArray:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, raw = state
-        content = raw.encode("latin1") if isinstance(raw, str) else raw  # Python 2 wrote a byte string
-        self.array = np.frombuffer(content, dtype.dtype).reshape(shape, order="F" if fortran else "C")
+        content = (
+            raw.encode("latin1") if isinstance(raw, str) else raw
+        )  # Python 2 wrote a byte string
+        self.array = np.frombuffer(content, dtype.dtype).reshape(
+            shape, order="F" if fortran else "C"
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.array if dtype is None else self.array.astype(dtype)
 
 
-def _array_from_buffer(buffer: Any, dtype: _PickledDtype, shape: tuple[int, ...], order: str, *_: Any) -> np.ndarray:
+def _array_from_buffer(
+    buffer: Any, dtype: _PickledDtype, shape: tuple[int, ...], order: str, *_: Any
+) -> np.ndarray:
     return np.frombuffer(buffer, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
 
 

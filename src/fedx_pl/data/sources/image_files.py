@@ -27,7 +27,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # an older Pillow warns that it does not know the word
     _AVIF = bool(features.check("avif"))
 # Pillow reads more, but some readers start other programs (EPS) or are rarely tested: files may come from anywhere.
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", *(["AVIF"] if _AVIF else []))
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "BMP",
+    "GIF",
+    "TIFF",
+    "WEBP",
+    "PPM",
+    "JPEG2000",
+    *(["AVIF"] if _AVIF else []),
+)
 
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _PLANAR_CONFIGURATION = 258, 262, 284  # tags of TIFF
 _SIZ = b"\xff\x4f\xff\x51"  # how a JPEG 2000 codestream begins; the bits of a value are 42 bytes on
@@ -62,14 +72,20 @@ def decode_batch(task: Task) -> Answered:
     reasons: list[str] = []
     count = 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about harmless flaws; what is not harmless is an error below
+        warnings.simplefilter(
+            "ignore"
+        )  # Pillow warns about harmless flaws; what is not harmless is an error below
         for path in paths:
             try:
-                images[count] = decode_file(os.path.join(root, path), size, grayscale, value_range=value_range)
+                images[count] = decode_file(
+                    os.path.join(root, path), size, grayscale, value_range=value_range
+                )
                 count += 1
                 reasons.append("")
             except Exception as error:  # decoders fed with foreign bytes fail in any way they like
-                text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                text = (
+                    error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                )
                 reasons.append(" ".join(text.split())[:200] or type(error).__name__)
     return images[:count], reasons
 
@@ -92,7 +108,9 @@ def survey_batch(task: Task) -> Answered:
     return np.empty(0, np.uint8), found
 
 
-def decode_file(path: str, size: int, grayscale: bool, value_range: Sequence[float] = ()) -> np.ndarray:
+def decode_file(
+    path: str, size: int, grayscale: bool, value_range: Sequence[float] = ()
+) -> np.ndarray:
     """Decodes one file: its short side becomes ``size``, the centre is kept.
 
     Args:
@@ -112,9 +130,13 @@ def decode_file(path: str, size: int, grayscale: bool, value_range: Sequence[flo
                 raise ValueError("more than 8 bits per value, and data.value_range is not known")
             image = Image.fromarray(_to_bytes(_deep_values(opened, path), *value_range))
         else:
-            opened.draft(mode, (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size, not below twice ours
+            opened.draft(
+                mode, (2 * size, 2 * size)
+            )  # lets JPEG decode at a fraction of its size, not below twice ours
             image = ImageOps.exif_transpose(opened)
-        pixels = np.asarray(ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BICUBIC))
+        pixels = np.asarray(
+            ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BICUBIC)
+        )
     return pixels.reshape(size, size, -1)
 
 
@@ -133,7 +155,11 @@ def survey_file(path: str) -> Facts:
     if not flat.size:
         raise ValueError("no pixel has a finite value")
     bulk = np.quantile(flat[:: max(1, flat.size // _SAMPLE)], _BULK, method="nearest")
-    return {"pages": pages, "values": [float(v) for v in (flat.min(), flat.max(), *bulk)], "whole": whole}
+    return {
+        "pages": pages,
+        "values": [float(v) for v in (flat.min(), flat.max(), *bulk)],
+        "whole": whole,
+    }
 
 
 def _open(path: str) -> Image.Image:
@@ -172,7 +198,9 @@ def _is_deep(opened: Image.Image) -> bool:
         ValueError: they have, and Pillow would misread them, or give their upper bytes only.
     """
     if opened.mode == "F" and _white_is_zero(opened):
-        raise ValueError("float TIFF in which 0 is white, and black is not told; save it with 0 as black")
+        raise ValueError(
+            "float TIFF in which 0 is white, and black is not told; save it with 0 as black"
+        )
     if opened.mode.startswith("I") or opened.mode == "F":
         return True
     if opened.format == "TIFF":
@@ -180,9 +208,13 @@ def _is_deep(opened: Image.Image) -> bool:
         if max(bits) <= 8:
             return False
         if opened.tag_v2.get(_PLANAR_CONFIGURATION, 1) == 2:  # type: ignore[attr-defined]
-            raise ValueError(f"planar TIFF of {max(bits)} bits; convert it: tiffcp -p contig IN OUT")
+            raise ValueError(
+                f"planar TIFF of {max(bits)} bits; convert it: tiffcp -p contig IN OUT"
+            )
         if _raw_mode(opened)[:-1] not in ("RGB;16", "RGBA;16", "RGBX;16"):
-            raise ValueError(f"{max(bits)}-bit {_raw_mode(opened)[:4]} TIFF; convert it to 16-bit RGB")
+            raise ValueError(
+                f"{max(bits)}-bit {_raw_mode(opened)[:4]} TIFF; convert it to 16-bit RGB"
+            )
         return True
     if opened.format == "PPM" and opened.mode == "RGB":
         _, *maximum = _arguments(opened)
@@ -234,7 +266,9 @@ def _upright(opened: Image.Image, raw_mode: str) -> Image.Image:
     for tile in opened.tile:  # type: ignore[attr-defined]
         arguments = raw_mode if isinstance(tile[3], str) else (raw_mode, *tile[3][1:])
         # Before Pillow 11 a tile was a plain tuple.
-        tiles.append(tile._replace(args=arguments) if hasattr(tile, "_replace") else (*tile[:3], arguments))
+        tiles.append(
+            tile._replace(args=arguments) if hasattr(tile, "_replace") else (*tile[:3], arguments)
+        )
     opened.tile = tiles  # type: ignore[attr-defined]
     return ImageOps.exif_transpose(opened)
 
@@ -253,7 +287,9 @@ def _to_bytes(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Scales ``low`` to 0 and ``high`` to 255; what lies outside, or is no number, becomes the nearer of the two."""
     pixels = np.empty(values.shape, np.uint8)
     for row in range(0, len(values), _ROWS):
-        block = np.nan_to_num(values[row : row + _ROWS].astype(np.float64), nan=low, posinf=high, neginf=low)
+        block = np.nan_to_num(
+            values[row : row + _ROWS].astype(np.float64), nan=low, posinf=high, neginf=low
+        )
         pixels[row : row + _ROWS] = (np.clip(block, low, high) - low) * 255 / (high - low)
     return pixels
 
@@ -263,7 +299,9 @@ def main() -> None:
     for line in sys.stdin.buffer:
         task = json.loads(line)
         images, remarks = decode_batch(task) if task[2] else survey_batch(task)
-        sys.stdout.buffer.write(json.dumps([images.shape, remarks]).encode() + b"\n" + images.tobytes())
+        sys.stdout.buffer.write(
+            json.dumps([images.shape, remarks]).encode() + b"\n" + images.tobytes()
+        )
         sys.stdout.buffer.flush()
 
 

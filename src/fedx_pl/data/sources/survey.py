@@ -20,10 +20,14 @@ from fedx_pl.errors import Report, readable
 Parts = Sequence[tuple[Path, Sequence[str]]]
 
 _FEW_LEVELS = 32  # of 256: less than this is said
-_SHARE = 0.05  # of a set's deep images that may have few levels without a word: dark frames, blank tiles
+_SHARE = (
+    0.05  # of a set's deep images that may have few levels without a word: dark frames, blank tiles
+)
 
 
-def survey(parts: Parts, options: DataOptions, report: Report, origin: str = "") -> ValueRange | None:
+def survey(
+    parts: Parts, options: DataOptions, report: Report, origin: str = ""
+) -> ValueRange | None:
     """Chooses the values that become black and white in all images of a set, and says so.
 
     The range is that of all values, not of most: nothing is cut off, since the small and bright may be what matters.
@@ -39,7 +43,8 @@ def survey(parts: Parts, options: DataOptions, report: Report, origin: str = "")
         The range; None if no image has more than 8 bits per value.
     """
     content = cached(
-        cache_folder(options) / f"{options.name}-survey-{key_of(parts, [options.value_range, origin])}",
+        cache_folder(options)
+        / f"{options.name}-survey-{key_of(parts, [options.value_range, origin])}",
         lambda folder: _fill(folder, parts, options, report=report, origin=origin),
         options,
         report=report,
@@ -73,7 +78,9 @@ class _Deep:
         """Says how values become bytes, and what is lost."""
         total = len(self.values)
         setting = f"data.value_range=[{number(low)},{number(high)}]"
-        because = origin or (f"as {setting} says" if typed else f"the range of all of them ({setting} sets it)")
+        because = origin or (
+            f"as {setting} says" if typed else f"the range of all of them ({setting} sets it)"
+        )
         lines = [
             f"{total} {'image has' if total == 1 else 'images have'} more than 8 bits per value: "
             f"{number(low)}..{number(high)} becomes 0..255, {because}"
@@ -101,7 +108,9 @@ class _Deep:
         first, last = self.values[at][2:]
         levels = self._levels(at, low, high)
         # An image that has no more levels than it keeps loses nothing: a mask, a blank page.
-        return levels < _FEW_LEVELS and last > first and not (self.whole[at] and last - first < levels)
+        return (
+            levels < _FEW_LEVELS and last > first and not (self.whole[at] and last - first < levels)
+        )
 
     def _advice(self, low: float, high: float) -> str:
         """What to type, if a narrower range holds what most pixels have."""
