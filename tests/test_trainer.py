@@ -344,7 +344,7 @@ def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
     class Second(RoundCallback):
         def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
             with pytest.raises(
-                UserError, match=r"another process is training in .*run.dir=ANOTHER"
+                UserError, match=r"another process is training in .*use another folder"
             ):
                 run(config)
 

@@ -26,7 +26,6 @@ from pytorch_lightning.loggers import Logger
 from fedx_pl import engines
 from fedx_pl.callbacks import arguments
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.callbacks.arguments import speaks_of_arguments
 from fedx_pl.callbacks.base import RoundCallback, kept_state
 from fedx_pl.callbacks.built_in import all_callbacks
 from fedx_pl.callbacks.health import HealthOptions
@@ -154,7 +153,6 @@ class FederatedTrainer(Attached):
 
     # --- what to call -------------------------------------------------------------------------------------------------
 
-    @speaks_of_arguments
     def fit(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """Trains to the last round; everything of a finished round is on disk before the next begins.
 
@@ -192,7 +190,6 @@ class FederatedTrainer(Attached):
             raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
         return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
 
-    @speaks_of_arguments
     def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
         """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
         self._holds_a_run = False

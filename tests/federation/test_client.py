@@ -184,7 +184,7 @@ def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
 def test_precision_auto_is_full_on_a_cpu() -> None:
     assert resolve_precision("auto", torch.device("cpu")) == "32-true"
     assert resolve_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
-    with pytest.raises(UserError, match="16-mixed needs a GPU"):
+    with pytest.raises(UserError, match="16-mixed' needs a GPU"):
         resolve_precision("16-mixed", torch.device("cpu"))
 
 

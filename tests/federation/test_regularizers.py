@@ -309,7 +309,7 @@ def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
         ),
         (
             "two rates",
-            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*type regularizer=fedprox",
+            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*use regularizer=fedprox",
         ),
     ],
 )

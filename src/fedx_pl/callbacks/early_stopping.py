@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.errors import require, whole_number
+from fedx_pl.options import check, whole_number
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -31,8 +31,8 @@ class EarlyStopping(RoundCallback):
             min_delta: a smaller change is no improvement.
             mode: ``max``: larger is better, ``min``: smaller.
         """
-        require("mode", repr(mode), mode in ("max", "min"), instead='mode="max" or "min"')
-        patience = whole_number("patience", patience, least=1)
+        check("mode", mode, choices=("max", "min"))
+        patience = whole_number("patience", patience, at_least=1)
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best: float | None = None
         self.waited = 0

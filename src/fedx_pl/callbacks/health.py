@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
+from fedx_pl.options import Options, option
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
@@ -19,34 +20,26 @@ COLLAPSED = "the encoder has collapsed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthOptions:
+class HealthOptions(Options):
     """When to raise an alarm, and what follows."""
 
-    on_collapse: str = field(
-        default="warn",
-        metadata={
-            "help": "warn | stop: end the run when the encoder has collapsed (short: on_collapse)"
-        },
+    on_collapse: str = option(
+        "warn",
+        "warn | stop: end the run when the encoder has collapsed (short: on_collapse)",
+        choices=("warn", "stop"),
     )
-    min_rankme: float = field(
-        default=2.0,
-        metadata={"help": "dimensions that the features of a healthy encoder use at least"},
+    min_rankme: float = option(
+        2.0, "dimensions that the features of a healthy encoder use at least"
     )
-    max_uniformity: float = field(
-        default=-0.05,
-        metadata={"help": "of the features; 0 means that all directions are the same"},
+    max_uniformity: float = option(
+        -0.05, "of the features; 0 means that all directions are the same", at_least=-(10**9)
     )
-    max_growth: float = field(
-        default=2.0,
-        metadata={"help": "a client diverges if its loss grows by this factor within a round"},
+    max_growth: float = option(
+        2.0,
+        "a client diverges if its loss grows by this factor within a round",
+        above=1,
+        at_most=math.inf,
     )
-
-    def __post_init__(self) -> None:
-        known = self.on_collapse in ("warn", "stop")
-        require("health.on_collapse", self.on_collapse, known, instead="on_collapse=warn or stop")
-        require(
-            "health.max_growth", self.max_growth, self.max_growth > 1, instead="health.max_growth=2"
-        )
 
 
 class Health(RoundCallback):

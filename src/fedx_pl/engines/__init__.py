@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from fedx_pl.engines.base import Engine, EngineOptions
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.federation.round import Lost
+from fedx_pl.options import OptionError
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
@@ -34,10 +35,7 @@ def make(
         if not isinstance(made, Engine):
             raise UserError(f"engine={options!r} makes {made!r}; give a subclass of fedx_pl.Engine")
         return made
-    require(
-        "engine.name",
-        options.name,
-        options.name in ENGINES,
-        instead=f"engine={' or '.join(ENGINES)}",
-    )
+    if options.name not in ENGINES:
+        known = " or ".join(ENGINES)
+        raise OptionError("name", options.name, "is not known", known, EngineOptions)
     return ENGINES[options.name](trainer, options)

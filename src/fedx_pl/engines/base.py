@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedx_pl.errors import require
 from fedx_pl.federation.round import ClientMemory, Lost, RoundContext, Update
+from fedx_pl.options import Options, option
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
@@ -16,42 +16,28 @@ MemoryOf = Callable[[int], ClientMemory | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(Options):
     """Where clients train; nothing here changes what is computed."""
 
-    name: str = field(default="serial", metadata={"help": "serial | ray (short: engine=ray)"})
-    workers: int = field(
-        default=0, metadata={"help": "ray: clients trained at once; 0: one per GPU, else per core"}
+    name: str = option("serial", "serial | ray (short: engine=ray)")
+    workers: int = option(
+        0,
+        "ray: clients trained at once; 0: one per GPU, else per core",
+        at_least=0,
+        at_most=1024,
     )
-    gpus_per_worker: float = field(
-        default=-1.0,
-        metadata={"help": "ray: share of a GPU for each worker; -1: a whole one if there is one"},
+    gpus_per_worker: float = option(
+        -1.0,
+        "ray: share of a GPU for each worker; -1: a whole one if there is one",
+        example=0.5,
+        at_least=0,
+        at_most=1024,
+        also=(-1,),
     )
-    address: str = field(
-        default="",
-        metadata={"help": "ray: of a running cluster, or auto to find one; empty: start Ray here"},
+    address: str = option(
+        "", "ray: of a running cluster, or auto to find one; empty: start Ray here"
     )
-    retries: int = field(
-        default=1, metadata={"help": "ray: times a client is tried again after its worker died"}
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            "engine.workers",
-            self.workers,
-            self.workers >= 0,
-            instead="engine.workers=0 for one per GPU or core",
-        )
-        require(
-            "engine.retries", self.retries, self.retries >= 0, instead="engine.retries=0 or more"
-        )
-        known = self.gpus_per_worker >= 0 or self.gpus_per_worker == -1
-        require(
-            "engine.gpus_per_worker",
-            self.gpus_per_worker,
-            known,
-            instead="e.g. engine.gpus_per_worker=0.5",
-        )
+    retries: int = option(1, "ray: times a client is tried again after its worker died", at_least=0)
 
 
 class Engine:

@@ -22,8 +22,9 @@ import torch
 
 from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
 from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
-from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.round import Lost, RoundContext, Update
+from fedx_pl.options import OptionError
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
@@ -95,15 +96,17 @@ class RayEngine(Engine):
                 ).close()  # Ray would try again for minutes.
             ray.init(address=address or None, ignore_reinit_error=True, **common)
         except (OSError, RuntimeError, ValueError) as error:
-            instead = (
-                "`ray start --head` starts a cluster; without engine.address this machine is used"
+            problem = (
+                f"cannot be used: {error}\n"
+                "`ray start --head` starts a cluster; without {address} this machine is used"
             )
-            raise UserError(f"engine.address={address}: {error}\n{instead}") from error
+            raise OptionError("address", address, problem, owner=EngineOptions) from error
         has = ray.cluster_resources()
         cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
         sizes = self._sizes(cores, gpus)
-        instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
-        require("engine.workers", sizes.workers, sizes.workers <= cores, instead=instead)
+        if sizes.workers > cores:
+            advice = f"{{workers}}={cores} or fewer, one per CPU of the cluster"
+            raise OptionError("workers", sizes.workers, advice=advice, owner=EngineOptions)
         self.trainer.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
         return sizes
 
@@ -268,10 +271,9 @@ class Sizes(NamedTuple):
         # Several workers may share a GPU, but no worker gets the rests of two.
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
         workers = min(options.workers or max(room, 1), clients)
-        enough = (
-            f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
-        )
-        require("engine.gpus_per_worker", share, not share or workers <= room, instead=enough)
+        if share and workers > room:
+            advice = f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and {workers} workers"
+            raise OptionError("gpus_per_worker", share, advice=advice, owner=EngineOptions)
         return cls(workers, share, threads or max(1, cores // workers))
 
     def __str__(self) -> str:

@@ -5,14 +5,14 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError, Options, option
 
 MAX_IMAGES = 10_000_000
 STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first round.
@@ -32,96 +32,48 @@ class BadUpdate(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AggregateOptions:
+class AggregateOptions(Options):
     """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
 
-    rule: str = field(
-        default="mean",
-        metadata={"help": "mean | clip | median | trimmed | krum (short: aggregate=clip)"},
+    rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
+    clip: float = option(
+        2.0, "clip: largest norm of an update, in median norms of the round", above=0
     )
-    clip: float = field(
-        default=2.0,
-        metadata={"help": "clip: largest norm of an update, in median norms of the round"},
+    trim: float = option(
+        0.1, "trimmed: share of the clients left out at either end", at_least=0, below=0.5
     )
-    trim: float = field(
-        default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"}
+    byzantine: int = option(1, "krum: f, how many clients of a round may be bad", at_least=0)
+    max_growth: float = option(
+        3.0,
+        "an update whose weights are this many times as long is refused; 0: any, shrunk ones too",
+        above=1,
+        at_most=math.inf,
+        also=(0,),
     )
-    byzantine: int = field(
-        default=1, metadata={"help": "krum: f, how many clients of a round may be bad"}
+    max_images: int = option(MAX_IMAGES, "a client that claims to own more is refused", at_least=1)
+    max_share: float = option(
+        1.0,
+        "largest share of a round's images that one client may count for; real sites: 0.5",
+        example=0.5,
+        above=0,
+        at_most=1,
     )
-    max_growth: float = field(
-        default=3.0,
-        metadata={
-            "help": "an update whose weights are this many times as long is refused; 0: any, shrunk ones too"
-        },
+    quarantine: int = option(
+        3,
+        "bad updates in a row after which a client is not asked again; 0: always ask",
+        at_least=0,
     )
-    max_images: int = field(
-        default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"}
-    )
-    max_share: float = field(
-        default=1.0,
-        metadata={
-            "help": "largest share of a round's images that one client may count for; real sites: 0.5"
-        },
-    )
-    quarantine: int = field(
-        default=3,
-        metadata={
-            "help": "bad updates in a row after which a client is not asked again; 0: always ask"
-        },
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            "aggregate.clip", self.clip, 0 < self.clip < float("inf"), instead="aggregate.clip=2"
-        )
-        require(
-            "aggregate.trim",
-            self.trim,
-            0 <= self.trim < 0.5,
-            instead="a share in [0, 0.5), e.g. aggregate.trim=0.1",
-        )
-        require(
-            "aggregate.byzantine",
-            self.byzantine,
-            self.byzantine >= 0,
-            instead="aggregate.byzantine=1",
-        )
-        bound = self.max_growth == 0 or self.max_growth > 1
-        require(
-            "aggregate.max_growth",
-            self.max_growth,
-            bound,
-            instead="aggregate.max_growth=3, or 0 for no bound",
-        )
-        require(
-            "aggregate.max_images",
-            self.max_images,
-            self.max_images >= 1,
-            instead="aggregate.max_images=1 or more",
-        )
-        share = 0 < self.max_share <= 1
-        require(
-            "aggregate.max_share",
-            self.max_share,
-            share,
-            instead="a share in (0, 1], e.g. aggregate.max_share=0.5",
-        )
-        require(
-            "aggregate.quarantine",
-            self.quarantine,
-            self.quarantine >= 0,
-            instead="aggregate.quarantine=0 for never",
-        )
 
     def require_possible(self, min_clients: int) -> None:
-        """Raises a `UserError` if a round may have fewer good updates than the rule needs."""
+        """Raises an `OptionError` if a round may have fewer good updates than the rule needs."""
         needed = 2 * self.byzantine + 3
         if self.rule == "krum" and min_clients < needed:
-            raise UserError(
-                f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {needed} good updates in a round, "
-                f"federation.min_clients={min_clients}; type federation.min_clients={needed}"
+            problem = (
+                f"with {{rule}}=krum needs {needed} good updates in a round, "
+                f"and {{min_clients}}={min_clients}"
             )
+            advice = f"{{min_clients}}={needed}"
+            raise OptionError("byzantine", self.byzantine, problem, advice, AggregateOptions)
 
 
 class Aggregator:

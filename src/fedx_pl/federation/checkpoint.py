@@ -201,7 +201,7 @@ class Checkpoints:
                 bad, reason = next(iter(damaged.items()))
                 raise UserError(
                     f"no checkpoint in {self._rounds} is whole ({bad.name}: {reason}); nothing was changed. Put the "
-                    f"missing files back, or start anew with run.dir=ANOTHER"
+                    f"missing files back, or start anew in another folder"
                 )
             for bad, reason in damaged.items():
                 warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)

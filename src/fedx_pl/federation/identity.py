@@ -66,6 +66,11 @@ class Identity:
         """A name that no other run has."""
         return f"{self.name}-s{self.seed}-{self.hash}"
 
+    @property
+    def write(self) -> str:
+        """What the user does to change a setting."""
+        return "type" if self.typed else "write"
+
     def another(self, by_hand: bool = True) -> str:
         """What to change for a new run."""
         if not self.typed:

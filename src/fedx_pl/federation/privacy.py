@@ -9,16 +9,17 @@ import math
 import os
 from bisect import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.errors import install_hint
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError, Options, option
 
 _LEAST_VARIANCE = (
     1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
@@ -26,65 +27,56 @@ _LEAST_VARIANCE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyOptions:
+class PrivacyOptions(Options):
     """How much of a client may show in its update; off by default."""
 
-    clip: float = field(
-        default=0.0, metadata={"help": "C, largest L2 norm of a client's update; 0: any"}
+    clip: float = option(
+        0.0, "C, largest L2 norm of a client's update; 0: any", example=1.0, at_least=0
     )
-    noise: float = field(
-        default=0.0,
-        metadata={"help": "standard deviation of the noise on an update, in units of C"},
+    noise: float = option(
+        0.0,
+        "standard deviation of the noise on an update, in units of C",
+        example=10.0,
+        at_least=0,
     )
-    delta: float = field(
-        default=1e-5, metadata={"help": "of (epsilon, delta) differential privacy"}
-    )
-    max_epsilon: float = field(
-        default=0.0, metadata={"help": "do not start a run that would spend more; 0: any"}
+    delta: float = option(1e-5, "of (epsilon, delta) differential privacy", above=0, below=1)
+    max_epsilon: float = option(
+        0.0, "do not start a run that would spend more; 0: any", example=8.0, at_least=0
     )
 
     def __post_init__(self) -> None:
-        for name, instead in (("clip", "1"), ("noise", "10"), ("max_epsilon", "8")):
-            value = getattr(self, name)
-            require(
-                f"privacy.{name}",
-                value,
-                0 <= value < math.inf,
-                instead=f"privacy.{name}={instead}, or 0 for none",
-            )
-        require("privacy.delta", self.delta, 0 < self.delta < 1, instead="privacy.delta=1e-5")
+        super().__post_init__()
         if self.noise and not self.clip:
-            raise UserError(
-                f"privacy.noise={self.noise} protects only updates of bounded norm; also type privacy.clip=1"
-            )
+            problem = "protects only updates of bounded norm"
+            raise OptionError("noise", self.noise, problem, "{clip}=1 as well", PrivacyOptions)
         if self.max_epsilon and not self.noise:
-            raise UserError(
-                f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10"
+            advice = "{noise}=10 as well"
+            raise OptionError(
+                "max_epsilon", self.max_epsilon, "needs noise", advice, PrivacyOptions
             )
 
 
 def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
-    """Raises a `UserError` for what would fail, or not protect, later.
+    """Raises an `OptionError` for what would fail, or not protect, later.
 
     Args:
         options: of the run.
         regularizer: of the run.
     """
     if options.clip and regularizer.beside_weights:
-        raise UserError(
-            f"privacy.clip={options.clip} does not cover what regularizer={type(regularizer).__name__.lower()} sends "
-            f"beside the weights; type regularizer=fedprox or none"
-        )
+        name = type(regularizer).__name__
+        problem = f"does not cover what {{regularizer={name}()}} sends beside the weights"
+        advice = "{regularizer=FedProx()} or none"
+        raise OptionError("clip", options.clip, problem, advice, PrivacyOptions)
     if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(
-            f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}"
-        )
+        problem = f"needs dp-accounting; type {install_hint('privacy')}"
+        raise OptionError("noise", options.noise, problem, owner=PrivacyOptions)
 
 
 def require_budget(
     options: PrivacyOptions, rounds: int, epsilon_after: Callable[[int], float]
 ) -> None:
-    """Raises a `UserError` if a run would spend more than `PrivacyOptions.max_epsilon`.
+    """Raises an `OptionError` if a run would spend more than `PrivacyOptions.max_epsilon`.
 
     Args:
         options: of the run.
@@ -93,11 +85,12 @@ def require_budget(
     """
     if options.max_epsilon and (spent := epsilon_after(rounds)) > options.max_epsilon:
         enough = bisect(range(1, rounds + 1), options.max_epsilon, key=epsilon_after)
-        fewer = f"federation.rounds={enough} or " if enough else ""
-        raise UserError(
-            f"privacy.max_epsilon={options.max_epsilon} is less than the {spent:.2f} that "
-            f"privacy.noise={options.noise} spends in {rounds} rounds; type {fewer}a larger privacy.noise"
+        fewer = f"{{max_rounds}}={enough} or " if enough else ""
+        problem = (
+            f"is less than the {spent:.2f} that {{noise}}={options.noise} spends in {rounds} rounds"
         )
+        advice = f"{fewer}a larger {{noise}}"
+        raise OptionError("max_epsilon", options.max_epsilon, problem, advice, PrivacyOptions)
 
 
 def protect(

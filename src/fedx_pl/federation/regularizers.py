@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.federation.estimate import restored
 from fedx_pl.methods.base import LocalRound, SSLMethod, State
+from fedx_pl.options import check
 
 
 class Regularizer(pl.Callback):
@@ -72,7 +73,7 @@ class FedProx(Regularizer):
         Args:
             mu: of the pull towards the global weights.
         """
-        require("regularizer.mu", mu, mu >= 0, instead="regularizer.mu=0.01")
+        check("mu", mu, example=0.01, at_least=0)
         self.mu = mu
         self._parameters: list[Tensor] = []
         self._received: list[Tensor] = []
@@ -136,7 +137,7 @@ class Scaffold(Regularizer):
     def require_fitting(self, optimizers: Sequence[Optimizer], method: str) -> None:
         """SGD with one learning rate for all parameters."""
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
-        instead = "return one torch.optim.SGD, or type regularizer=fedprox or regularizer=none"
+        instead = "return one torch.optim.SGD, or use regularizer=fedprox or regularizer=none"
         if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.SGD):
             raise UserError(
                 f"regularizer=scaffold works with torch.optim.SGD only, {method}.configure_optimizers returns "

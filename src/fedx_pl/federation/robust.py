@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
 from fedx_pl.federation.aggregate import MAX_IMAGES, AggregateOptions, Aggregator, FedAvg, narrow
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError
 
 MEDIAN = 0.5  # As a share to trim: all but the middle one or two.
 _CHUNK = 2**18  # Values, of all clients together, that are looked at in one go.
@@ -244,10 +244,12 @@ class MultiKrum(_Holding):
         updates = self._updates()
         result: State = {}
         if self.num_clients < 2 * self.byzantine + 3:
-            raise UserError(
-                f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {2 * self.byzantine + 3} good updates "
-                f"and has {self.num_clients}; type a smaller aggregate.byzantine, or aggregate=median"
+            problem = (
+                f"with {{rule}}=krum needs {2 * self.byzantine + 3} good updates, "
+                f"and there are {self.num_clients}"
             )
+            advice = "a smaller {byzantine}, or {rule}=median"
+            raise OptionError("byzantine", self.byzantine, problem, advice, AggregateOptions)
         for kind, names in self._kinds().items():
             order = self._scores(names).argsort(stable=True).tolist()
             kept = self.num_clients - self.byzantine
@@ -303,12 +305,10 @@ def make_rule(
         reference: the state that the round starts from.
         rule: a class of one's own, made with those of the options that its ``__init__`` asks for by name.
     """
-    require(
-        "aggregate.rule",
-        options.rule,
-        rule is not None or options.rule in RULES,
-        instead=" or ".join(RULES),
-    )
+    if rule is None and options.rule not in RULES:
+        raise OptionError(
+            "rule", options.rule, "is not known", " or ".join(RULES), AggregateOptions
+        )
     kind = rule or RULES[options.rule]
     asked = [
         name

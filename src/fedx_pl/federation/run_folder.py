@@ -18,6 +18,7 @@ from fedx_pl.federation.identity import code_record, decisive, flat
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.files.reading import parse_tensors, read_json, read_yaml
+from fedx_pl.options import OptionError
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -46,7 +47,7 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         if not trainer.resume:
             go_on = "resume=auto" if told.typed else "resume=True"
             raise UserError(
-                f"{folder} holds a run already; type {told.another()}, or {go_on} to go on with it"
+                f"{folder} holds a run already; {told.write} {told.another()}, or {go_on} to go on with it"
             )
         _refuse_other_settings(trainer, told.read(file))
         _refuse_other_images(trainer)
@@ -54,23 +55,29 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
             _refuse_other_code(trainer, code)
     elif folder.is_dir() and any(not _is_ours(item.name) for item in folder.iterdir()):
         key = told.key("default_root_dir")
-        raise UserError(f"{key}={folder} is not empty and holds no run; type {told.another()}")
+        raise UserError(
+            f"{key}={folder} is not empty and holds no run; {told.write} {told.another()}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         clear_unfinished(folder)
     except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error}); type {told.another()}") from error
+        raise UserError(
+            f"cannot write to {folder} ({error}); {told.write} {told.another()}"
+        ) from error
     try:
         found = trainer.checkpoints.latest()
         if found is None or found[0].round < trainer.max_rounds:
             _require_space(trainer)
         if found is not None and found[0].config not in ("", told.hash):
             raise UserError(
-                f"the newest checkpoint in {folder} is of another run; type {told.another()}"
+                f"the newest checkpoint in {folder} is of another run; {told.write} {told.another()}"
             )
         if found is not None:
-            _require_fitting(trainer, found[1], str(folder), instead=f"type {told.another()}")
+            _require_fitting(
+                trainer, found[1], str(folder), instead=f"{told.write} {told.another()}"
+            )
         started = found or (RunState(), _first_state(trainer))
         if found is None and (foreign_code.read_record(folder) or Record()) != code:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
@@ -93,7 +100,7 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], tuple[RunState, Global
         more = told.together(f"{told.key('max_rounds')}={2 * found[0].round}", told.forking(folder))
         trainer.note(
             f"this run is finished, with {found[0].round} of {trainer.max_rounds} rounds in {folder}; to train on, "
-            f"type {_elsewhere(trainer, more)}"
+            f"{told.write} {_elsewhere(trainer, more)}"
         )
     if found is not None and not told.typed and _began_otherwise(trainer):
         warnings.warn(
@@ -240,7 +247,10 @@ def _first_state(trainer: FederatedTrainer) -> GlobalState:
     if (folder / FORK).exists() and (fork or not trainer.description.typed):
         state = _read_first(folder / FORK)
         _require_fitting(
-            trainer, state, str(folder), instead=f"type {trainer.description.another()}"
+            trainer,
+            state,
+            str(folder),
+            instead=f"{trainer.description.write} {trainer.description.another()}",
         )
         return state
     if not fork:
@@ -291,10 +301,11 @@ def _require_space(trainer: FederatedTrainer) -> None:
     there = (file for file in folder.rglob("*.safetensors") if file.is_file())
     needed -= sum(file.stat().st_size for file in there)  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise UserError(
-            f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "
-            f"or type run.root=ANOTHER"
+        problem = (
+            f"has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; "
+            f"free some space"
         )
+        raise OptionError("default_root_dir", str(folder), problem, "{default_root_dir}=ANOTHER")
 
 
 def _refuse_other_images(trainer: FederatedTrainer) -> None:
@@ -311,8 +322,8 @@ def _refuse_other_images(trainer: FederatedTrainer) -> None:
         before = []
     if len(before) != len(clients) or not all(map(np.array_equal, before, clients)):
         raise UserError(
-            f"{trainer.folder} holds a run on other images or with another split of the images; type "
-            f"{trainer.description.another()}"
+            f"{trainer.folder} holds a run on other images or with another split of the images; "
+            f"{trainer.description.write} {trainer.description.another()}"
         )
 
 
@@ -335,7 +346,8 @@ def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
     fork = _elsewhere(trainer, told.forking(folder))
     another = told.another(_named_by_hand(trainer))
     raise UserError(
-        f"{folder} {what}; type {another} for a new run, {fork} for a new run from its weights, or delete {folder}"
+        f"{folder} {what}; {told.write} {another} for a new run, {fork} for a new run from its "
+        f"weights, or delete {folder}"
     )
 
 
@@ -344,7 +356,8 @@ def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) ->
     differing = [key for key in before | after if before.get(key) != after.get(key)]
     if differing:
         first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
+        fork = told.together(told.another(), told.forking(folder))
         raise UserError(
-            f"{folder} holds a run of another config ({first}); type {told.another()}, use the same values, or start "
-            f"a new run from its weights: {told.together(told.another(), told.forking(folder))}"
+            f"{folder} holds a run of another config ({first}); {told.write} {told.another()}, "
+            f"use the same values, or start a new run from its weights: {fork}"
         )

@@ -287,7 +287,7 @@ def lock(folder: Path) -> IO[str]:
                 continue
             file.close()
             raise UserError(
-                f"another process is training in {folder}; wait for it, end it, or type run.dir=ANOTHER"
+                f"another process is training in {folder}; wait for it, end it, or use another folder"
             ) from None
         except OSError as error:  # Some network file systems cannot lock.
             warnings.warn(
