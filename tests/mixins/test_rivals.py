@@ -122,7 +122,7 @@ def test_a_damaged_base_and_a_copy_beside_it_are_not_taken(base: Path) -> None:
     content = bytearray((newest / "global.safetensors").read_bytes())
     content[-1] ^= 1
     (newest / "global.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"fedca\.base=.* is not the folder of a finished run"):
+    with pytest.raises(UserError, match=r"base=.* is not the folder of a finished run"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)))
 
 
