@@ -35,9 +35,11 @@ from fedx_pl.data.sources import of_arrays
 from fedx_pl.encoder.embed import write_table
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, UnfinishedRound
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.round import RoundRecord, Update
-from fedx_pl.files import SEAL, checksum, lock, sealed, sums_of, tensor_bytes
+from fedx_pl.files import lock, store, tensor_bytes
+from fedx_pl.files.store import sums_of
 from fedx_pl.methods.simclr import SimCLR
 
 FLIPS = int(os.environ.get("FEDX_FLIPS", "100"))
@@ -85,11 +87,19 @@ def forge(
     folder = run / "checkpoints" / "round_00002"
     shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
     shutil.rmtree(run / "checkpoints" / "round_00001")
-    manifest = json.loads((folder / "state.json").read_text())
-    changed = change(manifest)
+    forge_record(folder, change, weights)
+
+
+def forge_record(
+    folder: Path,
+    change: Callable[[Any], Any],
+    tensors: Callable[[Any], Any] = lambda tensors: tensors,
+) -> None:
+    """Changes a record, with checksums that fit."""
+    changed = change(json.loads((folder / "state.json").read_text()))
     text = changed if isinstance(changed, str) else json.dumps(changed)
-    tensors = weights(load_file(folder / "global.safetensors"))
-    files = {"global.safetensors": save(tensors), "state.json": text.encode()}
+    content = save(tensors(load_file(folder / "global.safetensors")))
+    files = {"global.safetensors": content, "state.json": text.encode()}
     for name, content in (files | {"SHA256SUMS": sums_of(files)}).items():
         (folder / name).unlink()
         (folder / name).write_bytes(content)
@@ -132,11 +142,13 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(
     assert contents(outside) == before
 
 
-@pytest.mark.parametrize("name", [".lock", "evaluation/knn.json", "pending/journal.jsonl", "pipe"])
+@pytest.mark.parametrize(
+    "name", [".lock", "evaluation/knn.json", "pending/00000/state.json", "pipe"]
+)
 def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(
     run: Path, words: list[str], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).parent.mkdir(exist_ok=True, parents=True)
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     for command in (
@@ -159,7 +171,7 @@ def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
     assert cli.main(["train", *words, f"run.dir={tmp_path / 'link'}"]) == 0
 
 
-# --- the journal of an unfinished round -------------------------------------------------------------------------------
+# --- the updates of an unfinished round -------------------------------------------------------------
 
 
 class Interrupted(Watching):
@@ -176,43 +188,49 @@ class Interrupted(Watching):
             raise KeyboardInterrupt
 
 
-def journal(run: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) -> None:
-    """Changes the first line of a journal."""
-    file = run / "pending" / "journal.jsonl"
-    first, *others = file.read_text().splitlines()
-    line = json.loads(first)
-    kept = line.pop(SEAL)
-    change(line)
-    line = sealed(line) if seal else {**line, SEAL: kept}
-    file.write_text("\n".join([json.dumps(line), *others, ""]))
+@pytest.fixture(scope="module")
+def interrupted(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two saved updates of its first round."""
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fitted(compose([*words, f"run.dir={run}"]), Interrupted(1))
+    return run
+
+
+def first_update(run: Path) -> Path:
+    return run / "pending" / "00000"
 
 
 def one_image_less(run: Path) -> None:
-    journal(
-        run, lambda line: line["told"].update(num_images=line["told"]["num_images"] - 1), seal=False
-    )
+    file = first_update(run) / "state.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"num_images": values["num_images"] - 1}))
 
 
 def another_shape(run: Path) -> None:
     """A record that is well-formed, of an update that is not."""
-    file = run / "pending" / "00000.safetensors"
-    tensors = load_file(file)
-    name = next(
-        name for name, tensor in tensors.items() if name.startswith("state/") and tensor.ndim == 4
-    )
-    file.write_bytes(content := save(tensors | {name: torch.zeros(3)}))
-    journal(run, lambda line: line.update(sha256=checksum(content)), seal=True)
+
+    def other_shape(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        four_dimensional = (name for name, tensor in tensors.items() if tensor.ndim == 4)
+        return tensors | {next(four_dimensional): torch.zeros(3)}
+
+    forge_record(first_update(run), lambda values: values, other_shape)
 
 
-def nobody_s(run: Path) -> None:
-    shutil.copy(run / "pending" / "00000.safetensors", run / "pending" / "00077.safetensors")
-    journal(run, lambda line: line.update(client=77), seal=True)
+def unknown_client(run: Path) -> None:
+    shutil.copytree(first_update(run), run / "pending" / "00077")
+    forge_record(run / "pending" / "00077", lambda values: values | {"client": 77})
+
+
+def another_client(run: Path) -> None:
+    """The update of one client in the place of another."""
+    shutil.rmtree(run / "pending" / "00001")
+    shutil.copytree(first_update(run), run / "pending" / "00001")
 
 
 def wrong_types(run: Path) -> None:
-    journal(
-        run, lambda line: line["told"].update(metrics=[7], loss_names=3, num_images="5"), seal=True
-    )
+    wrong = {"metrics": [7], "loss_names": 3, "num_images": "5"}
+    forge_record(first_update(run), lambda values: values | wrong)
 
 
 def private_state(run: Path) -> None:
@@ -223,28 +241,39 @@ def private_state(run: Path) -> None:
     file.write_bytes(content)
 
 
-def without_checksums(run: Path) -> None:
-    """As an earlier version wrote it."""
-    journal(run, lambda line: None, seal=True)
-    file = run / "pending" / "journal.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text(
-        "".join(json.dumps({k: v for k, v in line.items() if k != SEAL}) + "\n" for line in lines)
-    )
+def of_an_earlier_version(run: Path) -> None:
+    """A journal and a file for each client."""
+    for folder in list((run / "pending").iterdir()):
+        values = json.loads((folder / "state.json").read_text())
+        with open(run / "pending" / "journal.jsonl", "a") as journal:
+            journal.write(json.dumps(values) + "\n")
+        os.replace(folder / "global.safetensors", folder.with_suffix(".safetensors"))
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
     "damage",
-    [one_image_less, another_shape, nobody_s, wrong_types, private_state, without_checksums],
+    [
+        one_image_less,
+        another_shape,
+        unknown_client,
+        another_client,
+        wrong_types,
+        private_state,
+        of_an_earlier_version,
+    ],
 )
 def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_again(
-    words: list[str], finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+    words: list[str],
+    finished: Path,
+    interrupted: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
 ) -> None:
-    """The run ends as one that was left in peace, to the bit."""
+    """The run ends as one that was never interrupted, to the bit."""
     config = compose([*words, f"run.dir={tmp_path / 'run'}"])
-    with pytest.raises(KeyboardInterrupt):
-        fitted(config, Interrupted(1))
-    assert len((tmp_path / "run" / "pending" / "journal.jsonl").read_text().splitlines()) == 2
+    shutil.copytree(interrupted, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "pending").iterdir())) == 2
     damage(tmp_path / "run")
     fitted(config)
     for number in (1, 2):
@@ -253,29 +282,20 @@ def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_ag
     assert contents(tmp_path / "run" / "clients") == contents(finished / "clients")
 
 
-def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(
-    words: list[str], tmp_path: Path
+@pytest.mark.parametrize("name", ["state.json", "SHA256SUMS", "global.safetensors"])
+def test_every_flip_of_a_saved_update_drops_it(
+    interrupted: Path, tmp_path: Path, name: str
 ) -> None:
-    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
-    with pytest.raises(KeyboardInterrupt):
-        fitted(config, Interrupted(1))
-    file = tmp_path / "run" / "pending" / "journal.jsonl"
-    content, draw = file.read_bytes(), random.Random(0)
-
-    def loaded() -> dict[int, tuple[Any, ...]]:
-        found = UnfinishedRound(tmp_path / "run").load(1)
-        return {
-            u.client: (u.num_images, u.images_seen, u.metrics, u.loss_names, record)
-            for u, record in found
-        }
-
-    whole = loaded()
-    assert len(whole) == 2
-    for _ in range(300):
+    run = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    file = first_update(run) / name
+    content = file.read_bytes()
+    draw = random.Random(0)
+    assert [update.client for update, _ in UnfinishedRound(run).load(1)] == [0, 1]
+    for _ in range(100):
         flipped = bytearray(content)
         flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
-        assert all(whole[client] == told for client, told in loaded().items())
+        assert [update.client for update, _ in UnfinishedRound(run).load(1)] == [1]
 
 
 # --- what the files beside the checkpoints say ------------------------------------------------------------------------
@@ -390,9 +410,10 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
 ) -> None:
     run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")  # It was interrupted in its first round.
-    content = bytearray((run / "fork.safetensors").read_bytes())
+    file = run / "fork" / "global.safetensors"
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (run / "fork.safetensors").write_bytes(content)
+    file.write_bytes(content)
     data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
     torch.manual_seed(0)
     model = SimCLR(
@@ -408,9 +429,7 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
         logger=False,
         enable_progress_bar=False,
     )
-    with pytest.raises(
-        UserError, match=r"fork\.safetensors, the weights that this run began with, is damaged"
-    ):
+    with pytest.raises(UserError, match=r"fork, the weights that this run began with, is damaged"):
         trainer.fit(model, data)
 
 
@@ -443,7 +462,7 @@ def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(
 def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, reading = Path.read_bytes, []
+    real, reading = store.read_bytes, []
 
     def read(path: Path) -> bytes:
         if path.name == "state.json" and not reading:
@@ -454,7 +473,7 @@ def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
             Checkpoints(run, keep=1).commit(state, weights)
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(store, "read_bytes", read)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = Checkpoints(run).latest(mend=False)

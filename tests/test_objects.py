@@ -121,7 +121,7 @@ def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
         resumed.fit(
             model(seed=7), data()
         )  # The weights that it is made with do not matter any more.
-    assert any("going on after round 1 of 3" in note for note in watching.notes)
+    assert any("resuming after round 1 of 3" in note for note in watching.notes)
     assert same(weights(whole), weights(resumed))
     with pytest.warns(UserWarning, match="began with other first weights than this model has"):
         resumed.fit(model(seed=8), data())

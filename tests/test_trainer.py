@@ -107,7 +107,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     monkeypatch.undo()
     display = Watching()
     resumed = run(config, display)
-    assert any("going on after round 1" in note for note in display.notes)
+    assert any("resuming after round 1" in note for note in display.notes)
     assert same(weights(whole), weights(resumed))
     timeless = [{k: v for k, v in row.items() if "second" not in k} for row in whole.history]
     assert timeless == [

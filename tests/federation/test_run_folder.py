@@ -20,8 +20,10 @@ from test_trainer import run
 from fedx_pl.callbacks.tensorboard import RunWriter
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.federation.run_state import ClientRecord, RunState
 
 
 def test_too_little_space_is_told_before_training(
@@ -53,7 +55,7 @@ def test_a_run_from_before_labels_were_a_choice_is_resumed(tiny: list[str], tmp_
     file.write_text(file.read_text().replace("  labels: all\n", ""))
     display = Watching()
     assert [row["round"] for row in run(config, display).history] == [1, 2]
-    assert "going on after round 1 of 2" in display.notes[0]
+    assert "resuming after round 1 of 2" in display.notes[0]
 
 
 def test_the_best_round_is_kept_beside_the_newest(tmp_path: Path) -> None:
@@ -89,21 +91,16 @@ def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_agai
         loss_names=("total",),
         images_seen=9,
     )
-    record, pending = (
-        ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7),
-        UnfinishedRound(tmp_path),
-    )
+    record = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7)
+    pending = UnfinishedRound(tmp_path)
     pending.save(1, replace(update, seconds=0.09), record)
     assert list(pending.load(1)) == []
     pending.save(1, replace(update, seconds=0.11), record)
-    pending.save(
-        1, replace(update, seconds=0.11), record
-    )  # Trained again after a power loss: folded in once.
-    for path in [
-        tmp_path / "pending",
-        *(tmp_path / "pending").iterdir(),
-    ]:  # It is a client's: not for other users.
-        assert not path.stat().st_mode & 0o077
+    # Trained again after a power loss: it is aggregated once.
+    pending.save(1, replace(update, seconds=0.11), record)
+    paths = [tmp_path / "pending", *(tmp_path / "pending").rglob("*")]
+    assert len(paths) == 5
+    assert not any(path.stat().st_mode & 0o077 for path in paths)  # No other user may read it.
     ((found, kept),) = pending.load(1)
     assert torch.equal(found.state.weights["w"], update.state.weights["w"])
     assert (found.client, found.num_images, found.images_seen, kept) == (2, 7, 9, record)
