@@ -9,7 +9,7 @@ import torch
 from helpers import every_round
 from rich.console import Console
 
-from fedx_pl.callbacks.eta import Eta, Pace
+from fedx_pl.callbacks.eta import Eta
 from fedx_pl.callbacks.progress import Terminal
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 
@@ -63,20 +63,6 @@ def test_it_grows_while_the_next_step_is_late() -> None:
     before = left(eta)
     clock.pass_by(60)
     assert left(eta) > 3 * before
-
-
-def test_between_seldom_reports_it_counts_down() -> None:
-    """Four workers report 100 steps each, all at once, every 300 s: 1,600 steps are 20 minutes."""
-    clock = Clock()
-    pace = Pace(clock)
-    pace.start()
-    for _ in range(3):
-        clock.pass_by(300)
-        for _ in range(4):
-            pace.done(100)
-    assert pace.seconds_for(1600) == pytest.approx(1200)
-    clock.pass_by(290)
-    assert pace.seconds_for(1600) == pytest.approx(910)
 
 
 @pytest.mark.parametrize("expected_steps", [0, 400])
