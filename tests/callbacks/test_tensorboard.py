@@ -150,3 +150,27 @@ def test_numbers_of_any_size_are_taken(tmp_path):
         writer.clients("loss", 2, {0: 2.0, 1: -math.inf})
     assert scalars(tmp_path, "client_loss/client_000") == [(1, pytest.approx(1e30)), (2, 2.0)]
     assert [event.step for event in events(tmp_path).Histograms("spread/loss")] == [2]
+
+
+def test_a_full_disk_is_an_error_of_the_caller_and_no_traceback_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread of its own, whose error the next call raises."""
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    printed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    for method in ("write", "append"):
+        monkeypatch.setattr(LocalFileSystem, method, full)
+    writer = RunWriter(tmp_path / "events")
+    with pytest.raises(OSError, match="No space left"):
+        writer.round(1, {"loss": 1.0})
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("tensorboard."):
+            thread.join()
+    writer.close()
+    assert printed == []
+    assert threading.excepthook == printed.append
