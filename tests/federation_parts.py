@@ -1,4 +1,4 @@
-"""Small real parts of a federation: images of sites, the words of a run, a serial reference, and processes."""
+"""Small real parts of a federation: images of sites, overrides, a serial reference, processes."""
 
 import os
 import signal
@@ -11,19 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
-from helpers import PATIENCE, THREADS, Watching, fitted
+from helpers import PATIENCE, THIN, THREADS, Watching, fitted
+from helpers import same as same
 from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config.compose import compose
 from fedx_pl.methods.base import State
 
-# A run of seconds: the very thin network of the `tiny` fixture on images of 16 pixels.
+# A run of seconds on images of 16 pixels.
 WORDS = (
-    "data=folder", "profile=paper", "data.image_size=16", "backbone.name=resnet10", "backbone.width=4",
-    "federation.epochs=1", "optim.batch_size=16", f"run.threads={THREADS}", "run.keep=9", "seed=3",
-)  # fmt: skip
+    *THIN,
+    *("data=folder", "profile=paper", "data.image_size=16", "federation.epochs=1"),
+    *("optim.batch_size=16", "run.keep=9", "seed=3"),
+)
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 
 
@@ -54,11 +55,6 @@ def serial(images: Path, folder: Path, *words: str) -> Path:
 def weights(run: Path, round: int) -> State:
     """The global weights after a round."""
     return load_file(run / "checkpoints" / f"round_{round:05d}" / "global.safetensors")
-
-
-def same(a: State, b: State) -> bool:
-    """Equal to the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def free_port() -> int:

@@ -13,19 +13,26 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import Watching, fitted, silent, tiny_federation
+from helpers import (
+    Watching,
+    bright_and_dark,
+    fitted,
+    silent,
+    thin_model,
+    tiny_federation,
+    tiny_trainer,
+)
 from PIL import Image
 from safetensors.torch import load_file, save
 
 from fedx_pl import FederatedDataModule, FederatedTrainer
-from fedx_pl.backbones import BackboneOptions, build
 from fedx_pl.cli import main as cli
 from fedx_pl.cli.evaluate import evaluate_run
 from fedx_pl.config.compose import compose
@@ -193,7 +200,7 @@ def interrupted(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     """A run with two saved updates of its first round."""
     run = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
-        fitted(compose([*words, f"run.dir={run}"]), Interrupted(1))
+        fitted(compose([*words, f"run.dir={run}", "logger=[]"]), Interrupted(1))
     return run
 
 
@@ -271,7 +278,7 @@ def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_ag
     damage: Callable[[Path], None],
 ) -> None:
     """The run ends as one that was never interrupted, to the bit."""
-    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
+    config = compose([*words, f"run.dir={tmp_path / 'run'}", "logger=[]"])
     shutil.copytree(interrupted, tmp_path / "run")
     assert len(list((tmp_path / "run" / "pending").iterdir())) == 2
     damage(tmp_path / "run")
@@ -357,30 +364,20 @@ def test_a_run_of_an_earlier_version_is_read_as_before(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def images() -> ImageData:
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
-    return of_arrays((pixels, np.arange(40) % 2))
+    return of_arrays(bright_and_dark())
+
+
+def fit_in_python(images: ImageData, run: Path) -> None:
+    """A run of two rounds that is made from objects."""
+    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
+    tiny_trainer(run, evaluation=None).fit(thin_model(SimCLR), data)
 
 
 @pytest.fixture(scope="module")
 def made_in_python(images: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
-    model = SimCLR(
-        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
-        hidden_dim=8,
-        embed_dim=4,
-    )
-    folder = tmp_path_factory.mktemp("python") / "run"
-    trainer = FederatedTrainer(
-        max_rounds=2,
-        local_epochs=1,
-        evaluation=None,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(model, data)
-    return folder
+    run = tmp_path_factory.mktemp("python") / "run"
+    fit_in_python(images, run)
+    return run
 
 
 @pytest.mark.parametrize("damage", [other_mean, other_clients, no_split, None])
@@ -414,23 +411,8 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
-    torch.manual_seed(0)
-    model = SimCLR(
-        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
-        hidden_dim=8,
-        embed_dim=4,
-    )
-    trainer = FederatedTrainer(
-        max_rounds=2,
-        local_epochs=1,
-        evaluation=None,
-        default_root_dir=run,
-        logger=False,
-        enable_progress_bar=False,
-    )
     with pytest.raises(UserError, match=r"fork, the weights that this run began with, is damaged"):
-        trainer.fit(model, data)
+        fit_in_python(images, run)
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -738,6 +720,55 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_one(
     assert (tmp_path / "a").read_text() == "earlier"
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_fills_its_disk_ends_in_one_line_and_resumes_when_there_is_room(
+    words: list[str], finished: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    """There is room for the run when it starts; then another program takes it."""
+    run = small_disk / "run"
+    code = (
+        "import os, sys; from pathlib import Path; from fedx_pl.cli.main import main\n"
+        "from fedx_pl.callbacks.metrics import MetricsFiles as M\n"
+        "def fill(self, trainer, record, saved=M.on_round_saved):\n"
+        "    saved(self, trainer, record)\n"
+        f"    with open({str(small_disk / 'other')!r}, 'wb') as other:\n"
+        "        try:\n"
+        "            while True: other.write(bytes(4096)); other.flush()\n"
+        "        except OSError: pass\n"
+        "M.on_round_saved = fill\n"
+        "sys.exit(main())"
+    )
+    command = ["train", *words, f"run.dir={run}"]
+    full = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
+    )
+    assert full.returncode == 2, full.stderr
+    (line,) = full.stderr.splitlines()
+    assert "No space left on device" in line
+    assert "free some space" in line
+    (small_disk / "other").unlink()
+    assert cli.main(command) == 0
+    name = Path("checkpoints") / "round_00002" / "global.safetensors"
+    assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
 def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
     run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -790,9 +821,6 @@ class Deleted(Watching):
             shutil.rmtree(trainer.folder)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard
 @pytest.mark.parametrize("client", [1, 2, None])
 @pytest.mark.parametrize("logger", ["[]", "[tensorboard]"])
 def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again(

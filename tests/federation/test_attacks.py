@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import THREADS, Watching, fitted, made
+from helpers import Watching, fitted, made, tiny_federation
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -68,13 +68,12 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def overrides(tiny_root: Path) -> list[str]:
+def overrides(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false",
-        "backbone.name=resnet10", "backbone.width=4", f"federation.clients={CLIENTS}", "federation.rounds=1",
-        "federation.epochs=1", "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100",
-        f"run.threads={THREADS}",
-    ]  # fmt: skip
+        *tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")),
+        *(f"federation.clients={CLIENTS}", "federation.rounds=1", "federation.min_clients=5"),
+        *("optim.batch_size=16", "evaluation.linear_every=100", "logger=[]"),
+    ]
 
 
 @pytest.fixture(scope="module")

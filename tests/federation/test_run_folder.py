@@ -27,14 +27,14 @@ from fedx_pl.federation.run_state import ClientRecord, RunState
 
 
 def test_too_little_space_is_told_before_training(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
     display = Watching()
     with pytest.raises(
         UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"
     ):
-        run(compose([*tiny, f"run.dir={tmp_path / 'run'}"]), display)
+        run(compose([*quick, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0
 
 
@@ -46,9 +46,11 @@ class Interrupted(Watching):
             raise KeyboardInterrupt
 
 
-def test_a_run_from_before_labels_were_a_choice_is_resumed(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_from_before_labels_were_a_choice_is_resumed(
+    quick: list[str], tmp_path: Path
+) -> None:
     """Without data.limit it had all labels, as it has today."""
-    config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
+    config = compose([*quick, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(KeyboardInterrupt):
         run(config, Interrupted())
     file = tmp_path / "run" / "config.yaml"
@@ -126,14 +128,14 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_of_the_cluster_ends_the_run_well(
-    tiny: list[str], tmp_path: Path, name: str
+    quick: list[str], tmp_path: Path, name: str
 ) -> None:
     command = [
         sys.executable,
         "-m",
         "fedx_pl",
         "train",
-        *tiny,
+        *quick,
         "federation.rounds=500",
         f"run.dir={tmp_path / 'run'}",
     ]
@@ -155,10 +157,10 @@ def test_a_signal_of_the_cluster_ends_the_run_well(
 
 
 def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last round is committed, and what it replaces is still there."""
-    config = compose([*tiny, "method=byol", "run.keep=1", f"run.dir={tmp_path / 'run'}"])
+    config = compose([*quick, "method=byol", "run.keep=1", f"run.dir={tmp_path / 'run'}"])
     tidy = Checkpoints.clear
 
     def die(self: Checkpoints) -> None:
@@ -191,10 +193,10 @@ def edit(folder: Path, text: str, name: str = "mine") -> None:
 
 @pytest.mark.parametrize("rounds_done", [1, 2])
 def test_an_edited_method_is_never_answered_with_the_old_numbers(
-    tiny: list[str], modules: Path, rounds_done: int
+    quick: list[str], modules: Path, rounds_done: int
 ) -> None:
     """Whether the run is finished or not; what the message says to type works."""
-    words = [*tiny, "method=mine:Mine", "federation.rounds=2"]
+    words = [*quick, "method=mine:Mine", "federation.rounds=2"]
     edit(modules, "from scale import SCALE\n" + METHOD.replace("mean()", "mean() * SCALE"))
     edit(modules, "SCALE = 1.0\n", "scale")
     display = Watching()
@@ -230,10 +232,10 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
 @pytest.mark.parametrize("fedx", ["fedx=true", "fedx=false"])
 @pytest.mark.parametrize("run_before", [True, False])
 def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
-    tiny: list[str], modules: Path, run_before: bool, fedx: str
+    quick: list[str], modules: Path, run_before: bool, fedx: str
 ) -> None:
     """Also if FedX makes a class of its own from the user's, and if no run has looked at the file before."""
-    words = [*tiny, "method=mine:Mine", "federation.rounds=1", fedx]
+    words = [*quick, "method=mine:Mine", "federation.rounds=1", fedx]
     edit(modules, METHOD)
     importlib.import_module("mine")
     if run_before:
@@ -247,10 +249,10 @@ def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
 
 
 def test_a_method_that_failed_before_the_first_round_may_be_mended(
-    tiny: list[str], modules: Path
+    quick: list[str], modules: Path
 ) -> None:
     """Its folder is there and holds nothing that was trained; what clients finished is trained again."""
-    config = [*tiny, "method=mine:Mine"]
+    config = [*quick, "method=mine:Mine"]
     edit(modules, METHOD.replace("return", "assert self.local.client < 2; return"))
     with pytest.raises(AssertionError):
         run(compose(config))
@@ -264,33 +266,33 @@ def test_a_method_that_failed_before_the_first_round_may_be_mended(
 
 
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
-    tiny: list[str], modules: Path
+    quick: list[str], modules: Path
 ) -> None:
     """As of version 0.1; one of a method of the package needs no record."""
     edit(modules, METHOD)
-    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    config = compose([*quick, "method=mine:Mine", "federation.rounds=1"])
     (run(config).folder / "code.json").unlink()
     with pytest.raises(
         UserError, match=r"does not say which code trained it, and mine\.py may have changed; type"
     ):
         run(config)
-    built_in = compose([*tiny, "federation.rounds=1"])
+    built_in = compose([*quick, "federation.rounds=1"])
     assert not (run(built_in).folder / "code.json").exists()
     assert run(built_in).history
 
 
 def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_again(
-    tiny: list[str], modules: Path
+    quick: list[str], modules: Path
 ) -> None:
     edit(modules, METHOD)
-    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    config = compose([*quick, "method=mine:Mine", "federation.rounds=1"])
     config.run_folder.mkdir(parents=True)
     (config.run_folder / "code.json").write_text("{")
     assert run(config).history
 
 
-def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: Path) -> None:
-    words = [*tiny, f"run.dir={tmp_path / 'run'}"]
+def test_a_finished_run_says_so_and_how_to_train_on(quick: list[str], tmp_path: Path) -> None:
+    words = [*quick, f"run.dir={tmp_path / 'run'}"]
     run(compose(words))
     display = Watching()
     run(compose(words), display)
@@ -298,7 +300,7 @@ def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: P
     assert "this run is finished, with 2 of 2 rounds" in note
     assert f"type run.dir=ANOTHER federation.rounds=4 --fork {tmp_path / 'run'}" in note
     more = [
-        *tiny,
+        *quick,
         f"run.dir={tmp_path / 'more'}",
         "federation.rounds=4",
         f"fork={tmp_path / 'run'}",

@@ -4,7 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
-from fedx_pl.progress import Clock, Pace
+from fedx_pl.display import Clock, Pace
 
 Kind = tuple[bool, bool]  # an evaluation: with kNN, with a linear probe
 # What is evaluated after a round, given its number and that of the last round.

@@ -4,8 +4,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -44,7 +43,6 @@ class RunWriter:
     ) -> None:
         self._folder = folder
         self._max_clients = max_clients
-        self._quiet = ExitStack()
         if known is not None:
             _cut_off(folder, known)
 
@@ -63,7 +61,7 @@ class RunWriter:
     def _writer(self) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
 
-        self._quiet.enter_context(_quiet_writer_thread())
+        _silence_writer_thread()
         return SummaryWriter(str(self._folder))
 
     def accuracy(self, round_number: int, values: Mapping[str, float | None]) -> None:
@@ -261,9 +259,8 @@ class RunWriter:
 
     def close(self) -> None:
         """Writes what is pending and closes the file; a second call does nothing."""
-        with self._quiet:
-            if "_writer" in self.__dict__:  # Closing must not make one.
-                self._writer.close()
+        if "_writer" in self.__dict__:  # Closing must not make one.
+            self._writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,23 +269,20 @@ class RunWriter:
         self.close()
 
 
-@contextmanager
-def _quiet_writer_thread() -> Iterator[None]:
+def _silence_writer_thread() -> None:
     """Keeps TensorBoard's thread from printing a traceback when it cannot write.
 
     The next call of the writer raises the same error, which the user then sees as one line.
     """
     usual = threading.excepthook
+    if usual.__module__ == __name__:
+        return  # It is silenced already.
 
     def report(error: threading.ExceptHookArgs) -> None:
         if not type(error.thread).__module__.startswith("tensorboard."):
             usual(error)
 
     threading.excepthook = report
-    try:
-        yield
-    finally:
-        threading.excepthook = usual
 
 
 def _cut_off(folder: Path, known: Mapping[str, int]) -> None:

@@ -28,13 +28,13 @@ from rich.text import Text
 from fedx_pl.config.build import brought
 from fedx_pl.config.compose import code_words, compose, load
 from fedx_pl.config.schema import Config
+from fedx_pl.display import Display
 from fedx_pl.errors import UserError, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
 from fedx_pl.federation.run_folder import read_run
 from fedx_pl.files import is_locked, write_atomically
-from fedx_pl.progress import Display
 from fedx_pl.provenance import foreign_code
 
 _START = "# commit "  # Begins the line that a log has for each process of a run.

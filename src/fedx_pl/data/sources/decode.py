@@ -290,7 +290,7 @@ def _with_progress(
     results: Iterator[Answered], total: int, report: Report, title: str
 ) -> Iterator[Answered]:
     """Passes results on and shows progress, if it takes a while."""
-    from fedx_pl.progress import Display, make_console  # Here: rich takes a while to import.
+    from fedx_pl.display import Display, make_console  # Here: rich takes a while to import.
 
     console = make_console(stderr=True)
     done = 0

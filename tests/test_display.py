@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from fedx_pl.progress import Display, Pace
+from fedx_pl.display import Display, Pace
 
 
 class Clock:
