@@ -29,7 +29,7 @@ BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 
 
 def make_images(root: Path, counts: Mapping[str, int]) -> Path:
-    """A folder of images for each site; each image has a colour of its own."""
+    """A folder of images for each site; each image has a color of its own."""
     for site, count in counts.items():
         draw = np.random.default_rng(list(site.encode()))
         (root / site).mkdir(parents=True)
@@ -42,7 +42,10 @@ def make_images(root: Path, counts: Mapping[str, int]) -> Path:
 
 
 def serial(images: Path, folder: Path, *words: str) -> Path:
-    """The same federation in one process: each sub-folder of images is a client, numbered by name."""
+    """The same federation in one process.
+
+    Each sub-folder of images is a client, numbered by name.
+    """
     sites = sum(1 for _ in images.iterdir())
     own = ["partition.kind=folders", f"federation.clients={sites}", f"data.root={images}"]
     config = compose(
@@ -64,7 +67,10 @@ def free_port() -> int:
 
 
 class Process:
-    """A ``fedx-pl`` command as a process of its own, with its output in a file. Ends with its ``with`` block."""
+    """A ``fedx-pl`` command as a process of its own, with its output in a file.
+
+    Ends with its ``with`` block.
+    """
 
     def __init__(self, log: Path, *words: str, code: str = "") -> None:
         """Starts.

@@ -143,7 +143,7 @@ def notebook(text: str) -> type[SSLMethod]:
     return module.__dict__["Mine"]
 
 
-def every_round(number: int, rounds: int) -> tuple[bool, bool]:
+def every_round(*_: int) -> tuple[bool, bool]:
     """Evaluations are due after each round, as with `Evaluator.due`."""
     return True, True
 
@@ -190,7 +190,7 @@ class Watching(RoundCallback):
 def make_model(
     method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object
 ) -> SSLMethod:
-    """A method on a very thin ResNet, initialised from ``seed``."""
+    """A method on a very thin ResNet, initialized from ``seed``."""
     torch.manual_seed(seed)
     backbone = backbones.build(
         BackboneOptions("resnet10", width=4), channels=channels, image_size=16

@@ -1,4 +1,6 @@
-"""Run folders that are damaged, forged, full of links, or on a full disk: they never lie, and nothing outside changes.
+"""Run folders that are damaged, forged, full of links, or on a full disk.
+
+They never lie, and nothing outside changes.
 
 FEDX_FLIPS=2000 pytest -m slow tests/test_folders.py      # more than CI has time for
 """
@@ -112,13 +114,25 @@ def forge_record(
         (folder / name).write_bytes(content)
 
 
-# --- links and devices ------------------------------------------------------------------------------------------------
+# --- links and devices ----------------------------------------------------------------------------
 
 LINKS = (
-    "evaluation/geometry.png", "encoder-torch.pt2", "evaluation", ".lock", "accuracy.png", "tensorboard", "clients",
-    "checkpoints", "pending", "config.yaml", "split.json", "metrics.csv", "checkpoints/best",
-    "checkpoints/round_00002/state.json", "anything",
-)  # fmt: skip
+    "evaluation/geometry.png",
+    "encoder-torch.pt2",
+    "evaluation",
+    ".lock",
+    "accuracy.png",
+    "tensorboard",
+    "clients",
+    "checkpoints",
+    "pending",
+    "config.yaml",
+    "split.json",
+    "metrics.csv",
+    "checkpoints/best",
+    "checkpoints/round_00002/state.json",
+    "anything",
+)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -178,7 +192,7 @@ def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
     assert cli.main(["train", *words, f"run.dir={tmp_path / 'link'}"]) == 0
 
 
-# --- the updates of an unfinished round -------------------------------------------------------------
+# --- the updates of an unfinished round -----------------------------------------------------------
 
 
 class Interrupted(Watching):
@@ -305,7 +319,7 @@ def test_every_flip_of_a_saved_update_drops_it(
         assert [update.client for update, _ in UnfinishedRound(run).load(1)] == [1]
 
 
-# --- what the files beside the checkpoints say ------------------------------------------------------------------------
+# --- what the files beside the checkpoints say ----------------------------------------------------
 
 
 def other_mean(run: Path) -> str:
@@ -415,7 +429,7 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
         fit_in_python(images, run)
 
 
-# --- rounds -----------------------------------------------------------------------------------------------------------
+# --- rounds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -483,7 +497,7 @@ def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(
         assert Encoder.of(run)
 
 
-# --- forged states ----------------------------------------------------------------------------------------------------
+# --- forged states --------------------------------------------------------------------------------
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -507,9 +521,9 @@ def of_callback(key: str, **values: Any) -> Callable[[dict[str, Any]], dict[str,
 
 FORGED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda manifest: [manifest],
-    "nothing": lambda manifest: {},
-    "deep": lambda manifest: "[" * 50_000,
-    "a huge number": lambda manifest: '{"round": ' + "9" * 5000 + "}",
+    "nothing": lambda _: {},
+    "deep": lambda _: "[" * 50_000,
+    "a huge number": lambda _: '{"round": ' + "9" * 5000 + "}",
     "deep rows": lambda manifest: json.dumps(manifest).replace(
         '"rows": [', '"rows": [' + "[" * 40_000, 1
     ),
@@ -568,7 +582,7 @@ def test_a_forged_state_ends_in_a_clean_error(
 def test_weights_of_another_network_end_in_a_clean_error(
     run: Path, words: list[str], command: str
 ) -> None:
-    forge(run, lambda manifest: manifest, lambda weights: {"w": torch.zeros(3)})
+    forge(run, lambda manifest: manifest, lambda _: {"w": torch.zeros(3)})
     arguments = (
         ["train", *words, f"run.dir={run}"] if command == "train" else ["evaluate", str(run), "knn"]
     )
@@ -590,11 +604,14 @@ def test_weights_that_are_not_finite_are_not_exported(
     assert not list(run.glob("encoder-*"))
 
 
-# --- flips of every file ----------------------------------------------------------------------------------------------
+# --- flips of every file --------------------------------------------------------------------------
 
 
 def results(run: Path) -> list[Any]:
-    """Encoder, accuracy and geometry; None for what is refused, or told to be of another round by a warning."""
+    """Encoder, accuracy and geometry.
+
+    None for what is refused, or told to be of another round by a warning.
+    """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found: list[Any] = []
@@ -658,7 +675,7 @@ def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
         path.write_bytes(whole[path])
 
 
-# --- disks, locks and folders that go away ----------------------------------------------------------------------------
+# --- disks, locks and folders that go away --------------------------------------------------------
 
 
 def full(*_: object) -> None:
@@ -739,7 +756,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_run_that_fills_its_disk_ends_in_one_line_and_resumes_when_there_is_room(
-    words: list[str], finished: Path, small_disk: Path, tmp_path: Path
+    words: list[str], finished: Path, small_disk: Path
 ) -> None:
     """There is room for the run when it starts; then another program takes it."""
     run = small_disk / "run"

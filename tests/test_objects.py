@@ -1,4 +1,7 @@
-"""Federations made from plain objects, as a Lightning user would: no word of the command line anywhere."""
+"""Federations made from plain objects, as a Lightning user would.
+
+No word of the command line anywhere.
+"""
 
 import subprocess
 import sys
@@ -525,7 +528,8 @@ data = FederatedDataModule(
 trainer = FederatedTrainer(max_rounds=1, local_epochs=1, default_root_dir=sys.argv[1])
 trainer.fit(FedXBYOL(resnet10(width=4)), data)
 trainer.evaluate()
-assert not [name for name in sys.modules if name.startswith(("fedx_pl.config", "fedx_pl.cli", "fedx_pl.api"))]
+above = ("fedx_pl.config", "fedx_pl.cli", "fedx_pl.api")
+assert not [name for name in sys.modules if name.startswith(above)]
 """
 
 

@@ -1,4 +1,7 @@
-"""Whole small federations: the rounds against a hand-written loop, sampling, resuming, dropping, one run folder."""
+"""Whole small federations.
+
+The rounds against a hand-written loop, sampling, resuming, dropping, one run folder.
+"""
 
 import csv
 import json
@@ -33,7 +36,10 @@ def weights(result: FederatedTrainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("fedx", [False, True])
 def test_rounds_equal_a_hand_written_loop_to_the_bit(quick: list[str], fedx: bool) -> None:
-    """Two rounds of BYOL with three clients, without trainer, checkpoints or FedAvg: a loop and a plain mean."""
+    """Two rounds of BYOL with three clients, without trainer, checkpoints or FedAvg.
+
+    A loop and a plain mean.
+    """
     config = compose([*quick, "method=byol", f"fedx={fedx}".lower()])
     result = run(config)
 
@@ -351,7 +357,10 @@ def test_a_run_folder_has_one_writer(quick: list[str], tmp_path: Path) -> None:
 def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clients' steps and images are no work of this process: not in the ETA, and not in its images per second."""
+    """Its clients' steps and images are no work of this process.
+
+    Not in the ETA, and not in its images per second.
+    """
     monkeypatch.setattr(checkpoint, "WORTH", 0.0)
 
     class Stop(Exception):

@@ -1,4 +1,4 @@
-"""A callback of one's own has the power of the built-in ones: numbers, notes, a stop, and state in the checkpoint."""
+"""A user's callback can do what built-in ones do: numbers, notes, a stop, state."""
 
 import csv
 from pathlib import Path
@@ -37,9 +37,16 @@ def test_hooks_are_called_in_the_order_of_the_contract(tiny: list[str]) -> None:
     run([*tiny, "federation.rounds=1"], everything)
     calls = [name for name in everything.calls if name not in ("on_client_steps", "on_note")]
     assert calls == [
-        "load_state_dict", "setup", "on_fit_start", "on_round_start", *["on_client_update"] * 3, "on_round_end",
-        "state_dict", "on_round_saved", "on_fit_end",
-    ]  # fmt: skip
+        "load_state_dict",
+        "setup",
+        "on_fit_start",
+        "on_round_start",
+        *["on_client_update"] * 3,
+        "on_round_end",
+        "state_dict",
+        "on_round_saved",
+        "on_fit_end",
+    ]
     assert everything.calls.count("on_client_steps") > 3
 
 

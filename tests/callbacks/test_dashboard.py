@@ -1,4 +1,4 @@
-"""What a real small run shows in TensorBoard: each chart has its curves, and the numbers are right."""
+"""The TensorBoard dashboard of a small run: each chart has its curves, with the right numbers."""
 
 import json
 import math
@@ -75,8 +75,12 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
             assert {series.value, series.lower, series.upper} <= set(scalars), chart.title
     bands = [chart.margin.series[0].value for chart in layout.category[1].chart]
     assert bands[::-1] == [
-        "loss/total", "loss/byol", "loss/local_relation", "loss/global_contrast", "loss/global_relation",
-    ]  # fmt: skip
+        "loss/total",
+        "loss/byol",
+        "loss/local_relation",
+        "loss/global_contrast",
+        "loss/global_relation",
+    ]
 
 
 def test_a_number_that_is_first_told_late_gets_its_chart() -> None:
@@ -169,7 +173,7 @@ def test_pictures_of_each_measured_round_and_the_projector_at_the_end(
     assert (projected / "sprite.png").exists()
 
 
-def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path, tiny_root: Path) -> None:
+def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path) -> None:
     before = sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*"))
     config = (folder / "config.yaml").read_text()
     from fedx_pl.config.compose import load
@@ -226,7 +230,10 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
 
 
 def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
-    """Clients whose mean losses are 1 and 5, 2 away from their mean of 3; the weighted mean may be another, here 4."""
+    """Clients whose mean losses are 1 and 5, 2 away from their mean of 3.
+
+    The weighted mean may be another, here 4.
+    """
     updates = [
         Update(
             client=client,

@@ -1,4 +1,4 @@
-"""The ETA follows the current rate, counts what this process trained, and no waiting; the clock is the test's."""
+"""The ETA follows the current rate and counts only what this process trains, without waiting."""
 
 import io
 from dataclasses import replace
@@ -40,7 +40,10 @@ def left(eta: Eta) -> float:
 
 
 def test_it_follows_the_rate_of_late() -> None:
-    """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left. The mean of the run would say 3 min."""
+    """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left.
+
+    The mean of the run would say 3 min.
+    """
     clock = Clock()
     eta = Eta(1, every_round, clock)
     eta.expect(2000, finished=0)
@@ -67,7 +70,9 @@ def test_it_grows_while_the_next_step_is_late() -> None:
 
 @pytest.mark.parametrize("expected_steps", [0, 400])
 def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: int) -> None:
-    """Two clients of 100 steps of 1 s in each of two rounds. One had finished: one to train here, then two.
+    """Two clients of 100 steps of 1 s in each of two rounds.
+
+    One had finished: one to train here, then two.
 
     It is the same where nobody tells of steps, as in a federation of sites.
     """
@@ -103,7 +108,10 @@ def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
 
 
 def test_evaluations_are_part_of_it() -> None:
-    """Each round trains for 10 s and evaluates for 20 s; before the first, the untrained network's time is taken."""
+    """Each round trains for 10 s and evaluates for 20 s.
+
+    Before the first, the untrained network's time is taken.
+    """
     clock = Clock()
     eta = Eta(3, every_round, clock)
     eta.expect(30, finished=0)
@@ -137,9 +145,12 @@ def train(eta: Eta, clock: Clock, round_number: int, evaluating: float) -> None:
 
 
 def test_only_rounds_that_evaluate_count_for_it() -> None:
-    """32 rounds of 3 s, four of which evaluate for 12 s: 144 s, whatever the empty evaluations between them took."""
+    """32 rounds of 3 s, four of which evaluate for 12 s.
+
+    That is 144 s, whatever the empty evaluations between them took.
+    """
     clock = Clock()
-    eta = Eta(32, lambda number, rounds: (number % 8 == 0, number % 8 == 0), clock)
+    eta = Eta(32, lambda number, _: (number % 8 == 0, number % 8 == 0), clock)
     eta.expect(96, finished=0)
     eta.row(0, 12.0)
     eta.start(1, 0.0, 0)
@@ -151,9 +162,12 @@ def test_only_rounds_that_evaluate_count_for_it() -> None:
 
 
 def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
-    """Every round has kNN (2 s), every third a linear probe, too (12 s); none of them is like the untrained one."""
+    """Every round has kNN (2 s), every third a linear probe, too (12 s).
+
+    None of them is like the untrained one.
+    """
     clock = Clock()
-    eta = Eta(6, lambda number, rounds: (True, number % 3 == 0), clock)
+    eta = Eta(6, lambda number, _: (True, number % 3 == 0), clock)
     eta.expect(18, finished=0)
     eta.row(0, 10.0)
     train(eta, clock, 1, evaluating=2.0)
@@ -164,7 +178,10 @@ def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
 
 
 def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
-    """It does not measure the untrained network again; a probe that is still to come takes as long as kNN."""
+    """It does not measure the untrained network again.
+
+    A probe that is still to come takes as long as kNN.
+    """
     clock = Clock()
     eta = Eta(4, lambda number, rounds: (number > 2, number == rounds), clock)
     eta.expect(9, finished=1)

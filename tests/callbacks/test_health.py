@@ -1,4 +1,4 @@
-"""Alarms: what counts as a collapse, a diverging client or a loss scale that has run out, and what follows."""
+"""Alarms: a collapse, a diverging client, a vanishing loss scale, and what follows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,10 @@ def test_a_collapse_shows_in_rankme_and_uniformity() -> None:
 
 
 def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
-    """Of 20 steps a tenth is two: the first two have the mean 2, the last two 4.2, more than twice as much."""
+    """Of 20 steps a tenth is two.
+
+    The first two have the mean 2, the last two 4.2, more than twice as much.
+    """
     steps = [1.0, 3.0, *[2.0] * 16, 4.0, 4.4]
     assert texts({}, update(steps)) == ["client 3 diverges: its loss grew from 2 to 4.2"]
     assert texts({}, update([1.0, 3.0, *[2.0] * 16, 4.0, 4.0])) == []

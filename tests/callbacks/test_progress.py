@@ -1,4 +1,4 @@
-"""What a run shows: a live display of 80 columns on a terminal, plain lines elsewhere, each warning once."""
+"""The display of a run: a live bar on a terminal, plain lines elsewhere, each warning once."""
 
 import io
 import itertools

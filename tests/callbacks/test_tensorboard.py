@@ -60,7 +60,10 @@ def test_short_rounds_keep_every_step_and_steps_go_on_over_rounds(tmp_path):
 
 
 def test_long_rounds_are_means_of_buckets_at_their_last_step(tmp_path):
-    """120 rows in buckets of ceil(120 / 50) = 3: 40 points, the mean of 0, 1, 2 at step 2, and so on; 2 rounds."""
+    """120 rows in buckets of ceil(120 / 50) = 3.
+
+    This makes 40 points, the mean of 0, 1, 2 at step 2, and so on; 2 rounds.
+    """
     with RunWriter(tmp_path) as writer:
         for round in range(2):
             writer.client_losses(0, 120 * round, torch.arange(120.0)[:, None], ["total"])
@@ -125,8 +128,8 @@ def test_views_show_the_pixels_before_normalisation(tmp_path):
     shift, scale = torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1)
     with RunWriter(tmp_path) as writer:
         writer.views((red - shift) / scale, (blue - shift) / scale, mean, std)
-    colours = {tuple(colour) for colour in picture(tmp_path, "views/pairs").reshape(-1, 3).tolist()}
-    assert colours == {(255, 0, 0), (0, 0, 255), (255, 255, 255)}
+    colors = {tuple(color) for color in picture(tmp_path, "views/pairs").reshape(-1, 3).tolist()}
+    assert colors == {(255, 0, 0), (0, 0, 255), (255, 255, 255)}
 
 
 def test_one_file_for_everything_and_none_for_nothing(tmp_path):
@@ -150,7 +153,7 @@ def test_tensorboard_is_not_imported_before_the_first_write(tmp_path, monkeypatc
 
 
 def test_numbers_of_any_size_are_taken(tmp_path):
-    """torch's histograms end at 1e20, and raise if nothing lies within."""
+    """Histograms of torch end at 1e20, and raise if nothing lies within."""
     with RunWriter(tmp_path) as writer:
         writer.clients("loss", 1, {0: 1e30, 1: math.nan})
         writer.clients("loss", 2, {0: 2.0, 1: -math.inf})

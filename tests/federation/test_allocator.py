@@ -12,7 +12,7 @@ PROGRAM = """
 import resource, torch
 from fedx_pl.federation.allocator import keep_freed_memory
 
-def faults():  # pages that the system hands out while the same tensor of 48 MB is made again and again
+def faults():  # pages that the system gives while a tensor of 48 MB is made again and again
     for _ in range(20):  # until the heap has found its shape, after six to eight
         torch.ones(48 * 2**18)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

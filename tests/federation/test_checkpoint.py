@@ -90,7 +90,7 @@ def test_only_the_newest_rounds_and_their_client_files_stay(tmp_path: Path) -> N
 
 
 def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState:
-    """One client, rounds 1, 2, ... with these accuracies; its queue holds the number of the round."""
+    """One client and rounds with these accuracies; its queue holds the number of the round."""
     state, rows = RunState(), []
     for number, accuracy in enumerate(accuracies, start=1):
         memory = ClientMemory(private={"queue": torch.full((2,), float(number))}, last_round=number)

@@ -34,7 +34,10 @@ def test_the_result_depends_only_on_its_arguments() -> None:
 
 
 def test_an_optimiser_ends_with_its_fit() -> None:
-    """Its momentum is as large as the model; Python's collector may come late, and a GPU does not wait for it."""
+    """Its momentum is as large as the model.
+
+    Python's collector may come late, and a GPU does not wait for it.
+    """
     seen = []
 
     class Watched(SimCLR):
@@ -82,7 +85,10 @@ def test_each_epoch_and_each_view_is_drawn_anew() -> None:
 
 
 def test_the_relation_batch_is_independent_of_the_batch_and_cycles() -> None:
-    """40 images in batches of 8 with relation batches of 30: one per lap of its own order, five laps."""
+    """40 images in batches of 8 with relation batches of 30.
+
+    One per lap of its own order, five laps.
+    """
     data = make_data(relation_size=30)
     batches = list(data.epoch(0))
     assert [len(batch.relation) for batch in batches] == [30] * 5
@@ -169,8 +175,11 @@ class Installed(pl.Callback):
 def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A package may bring one by an entry point; Lightning puts it into the list that it is given."""
-    monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda group: [Installed()])
+    """A package may bring one by an entry point.
+
+    Lightning puts it into the list that it is given.
+    """
+    monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda _: [Installed()])
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, device=torch.device("cpu"))
     context = RoundContext(
@@ -189,8 +198,11 @@ def test_precision_auto_is_full_on_a_cpu() -> None:
 
 
 def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
-    """A fresh GradScaler would skip the first steps of every fit. It is the client's own, so that neither the order of
-    clients nor the process they train in shows, and a run that goes on has it again."""
+    """A fresh GradScaler would skip the first steps of every fit.
+
+    It is the client's own, so that neither the order of clients nor the process they train in
+    shows, and a resumed run has it again.
+    """
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, device=torch.device("cpu"), precision="16-mixed")
     context = RoundContext(
@@ -219,7 +231,7 @@ def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
 def test_lightning_says_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
+    """No greetings, and no warnings about F in eval mode or loaders without workers."""
     model = make_model(wrap(FedXMixin, BYOL))
     first = train(model, data_for(model))
     train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
@@ -229,7 +241,10 @@ def test_lightning_says_nothing(
 
 
 class TwoGroups(SimCLR):
-    """An optimizer of its own: a small rate for the backbone, a large one for the projector, halved after each step."""
+    """An optimizer of its own.
+
+    A small rate for the backbone, a large one for the projector, halved after each step.
+    """
 
     backbone_first = True
 
@@ -248,7 +263,10 @@ class TwoGroups(SimCLR):
 
 @pytest.mark.parametrize("backbone_first", [True, False])
 def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first: bool) -> None:
-    """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3; `optim.lr` is another."""
+    """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3.
+
+    `optim.lr` is another.
+    """
     model = make_model(TwoGroups, optim=OptimOptions(lr=9.0))
     model.backbone_first = backbone_first  # type: ignore[assignment]
     update = train(model, data_for(model, images=24))

@@ -98,10 +98,23 @@ def test_a_whole_run_after_an_estimate_is_equal_to_one_without(
 
 
 HOOKS = (
-    "configure_callbacks", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start",
-    "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
-    "on_fit_end", "on_round_start", "on_local_epoch", "on_round_end", "receive", "round_metrics",
-)  # fmt: skip
+    "configure_callbacks",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_round_start",
+    "on_local_epoch",
+    "on_round_end",
+    "receive",
+    "round_metrics",
+)
 CALLED: list[str] = []
 
 

@@ -29,7 +29,7 @@ from fedx_pl.federation.run_state import ClientRecord, RunState
 def test_too_little_space_is_told_before_training(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     display = Watching()
     with pytest.raises(
         UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"
@@ -225,7 +225,7 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
         UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"
     ):
         run(compose(fork))
-    edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
+    edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run is resumed.
     assert run(compose(words)).history[-1]["round"] == 2
 
 
@@ -234,7 +234,7 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
 def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
     quick: list[str], modules: Path, run_before: bool, fedx: str
 ) -> None:
-    """Also if FedX makes a class of its own from the user's, and if no run has looked at the file before."""
+    """Also if FedX makes a class from the user's, and if no run has read the file before."""
     words = [*quick, "method=mine:Mine", "federation.rounds=1", fedx]
     edit(modules, METHOD)
     importlib.import_module("mine")
@@ -251,7 +251,10 @@ def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
 def test_a_method_that_failed_before_the_first_round_may_be_mended(
     quick: list[str], modules: Path
 ) -> None:
-    """Its folder is there and holds nothing that was trained; what clients finished is trained again."""
+    """Its folder is there and holds nothing that was trained.
+
+    What clients finished is trained again.
+    """
     config = [*quick, "method=mine:Mine"]
     edit(modules, METHOD.replace("return", "assert self.local.client < 2; return"))
     with pytest.raises(AssertionError):
