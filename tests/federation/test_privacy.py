@@ -369,29 +369,29 @@ def test_what_cannot_protect_is_refused(words: list[str], message: str) -> None:
 
 
 def test_a_plan_without_the_accountant_is_refused(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a round is trained; clipping alone needs none."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    words = [*tiny, "privacy.clip=1"]
+    words = [*quick, "privacy.clip=1"]
     made(compose(words))
     told = f"privacy.noise=2.0 needs dp-accounting; type {install_hint('privacy')}"
     with pytest.raises(UserError, match=re.escape(told)):
         made(compose([*words, "privacy.noise=2"]))
 
 
-def test_scaffold_is_refused(tiny: list[str]) -> None:
+def test_scaffold_is_refused(quick: list[str]) -> None:
     """Its control variates leave beside the weights."""
     with pytest.raises(
         UserError, match=r"privacy.clip=1.0 .*regularizer=scaffold.* type regularizer=fedprox"
     ):
-        made(compose([*tiny, "privacy.clip=1", "regularizer=scaffold"]))
+        made(compose([*quick, "privacy.clip=1", "regularizer=scaffold"]))
 
 
 @needs_accountant
-def test_a_run_over_its_budget_does_not_start(tiny: list[str]) -> None:
+def test_a_run_over_its_budget_does_not_start(quick: list[str]) -> None:
     """Noise 10: 3 rounds spend 1.45, 4 spend 1.69 and 5 spend 1.91 (exact: 1.33, 1.55, 1.76)."""
-    words = [*tiny, "privacy.clip=1", "privacy.noise=10", "federation.rounds=5"]
+    words = [*quick, "privacy.clip=1", "privacy.noise=10", "federation.rounds=5"]
     with pytest.raises(
         UserError,
         match=r"max_epsilon=1.5 .* spends in 5 rounds; type federation.rounds=3 or a larger",
@@ -403,9 +403,9 @@ def test_a_run_over_its_budget_does_not_start(tiny: list[str]) -> None:
 
 
 @needs_accountant
-def test_sampled_clients_spend_only_when_they_are_chosen(tiny: list[str]) -> None:
+def test_sampled_clients_spend_only_when_they_are_chosen(quick: list[str]) -> None:
     words = [
-        *tiny,
+        *quick,
         "privacy.clip=1",
         "privacy.noise=10",
         "federation.fraction=0.3",
@@ -429,9 +429,9 @@ def run(words: list[str], folder: Path) -> tuple[FederatedTrainer, State]:
     return result, load_file(folder / "checkpoints/round_00002/global.safetensors")
 
 
-def test_a_clipped_federation_stays_near_its_start(tiny: list[str], tmp_path: Path) -> None:
+def test_a_clipped_federation_stays_near_its_start(quick: list[str], tmp_path: Path) -> None:
     """Each round moves the mean by C at most, so two rounds by 2C."""
-    words = [*tiny, "privacy.clip=0.01"]
+    words = [*quick, "privacy.clip=0.01"]
     result, end = run(words, tmp_path / "clipped")
     start = made(compose(words)).trainer.first_state().tensors()
     assert distance(start, end) <= 2 * 0.01 + 1e-5
@@ -440,9 +440,9 @@ def test_a_clipped_federation_stays_near_its_start(tiny: list[str], tmp_path: Pa
 
 
 @needs_accountant
-def test_a_noised_federation_tells_what_it_spends(tiny: list[str], tmp_path: Path) -> None:
+def test_a_noised_federation_tells_what_it_spends(quick: list[str], tmp_path: Path) -> None:
     """The same seed gives the same weights, as in every simulation."""
-    words = [*tiny, "privacy.clip=0.01", "privacy.noise=2"]
+    words = [*quick, "privacy.clip=0.01", "privacy.noise=2"]
     (result, end), (_, again) = (run(words, tmp_path / name) for name in ("a", "b"))
     assert [row["epsilon"] for row in result.history] == [
         epsilon(2.0, round, 1e-5) for round in (1, 2)

@@ -183,9 +183,9 @@ def test_every_method_trains_with_every_regularizer(
     )
 
 
-def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> None:
+def test_control_variates_survive_a_restart(quick: list[str], tmp_path: Path) -> None:
     """Two rounds with a stop in between end with the same weights and variates."""
-    words = [*tiny, "method=byol", "fedx=true", "regularizer=scaffold"]
+    words = [*quick, "method=byol", "fedx=true", "regularizer=scaffold"]
     assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
     stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
     stop_after_round_1(stopped)
@@ -200,7 +200,7 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
 
 
 def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
     """After every round of a federation with clients of unequal size, of which two of three train.
 
@@ -209,7 +209,7 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(
     """
     run = tmp_path / "run"
     words = [
-        *tiny,
+        *quick,
         "method=byol",
         "regularizer=scaffold",
         "federation.fraction=0.67",
@@ -305,9 +305,9 @@ class OwnOptimizer(SimCLR):
 
 
 @pytest.fixture
-def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
+def own_optimizer(quick: list[str], tmp_path: Path) -> list[str]:
     name = f"method={__name__}:OwnOptimizer"
-    return [*tiny, name, "regularizer=scaffold", f"run.dir={tmp_path / 'run'}"]
+    return [*quick, name, "regularizer=scaffold", f"run.dir={tmp_path / 'run'}"]
 
 
 @pytest.mark.parametrize(
