@@ -206,12 +206,13 @@ def make_data(
     seed: int = 0,
     side: int = 16,
     channels: int = 3,
+    resident_bytes: int = 10**9,
 ) -> ClientData:
     """A client with random images."""
     pixels = np.random.default_rng(7).integers(
         0, 256, (images, side, side, channels), dtype=np.uint8
     )
-    store = ImageStore(pixels, torch.device("cpu"), resident_bytes=10**9)
+    store = ImageStore(pixels, torch.device("cpu"), resident_bytes=resident_bytes)
     augment = Augment(AugmentOptions(), (0.5,) * channels, (0.25,) * channels)
     return ClientData(
         store=store,

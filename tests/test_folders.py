@@ -395,7 +395,7 @@ def made_in_python(images: ImageData, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("damage", [other_mean, other_clients, no_split, None])
-def test_it_is_the_same_for_a_run_made_from_objects(
+def test_other_files_are_refused_for_a_run_made_from_objects_too(
     made_in_python: Path, images: ImageData, tmp_path: Path, damage: Callable[[Path], str] | None
 ) -> None:
     run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
@@ -478,7 +478,7 @@ def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("name", ["best", "round_00001"])
-def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(
+def test_damage_of_an_older_round_is_warned_about_and_repaired(
     run: Path, words: list[str], name: str
 ) -> None:
     folder = run / "checkpoints" / name
@@ -801,7 +801,7 @@ def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_that_cannot_lock_is_told(
+def test_a_file_system_that_cannot_lock_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def cannot(*_: object) -> None:
@@ -814,7 +814,7 @@ def test_a_file_system_that_cannot_lock_is_told(
         lock(tmp_path).close()
 
 
-def test_a_lock_does_not_cut_off_a_file(tmp_path: Path) -> None:
+def test_a_lock_does_not_truncate_a_file(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
     lock(tmp_path).close()
     assert (tmp_path / ".lock").read_text() == "mine"
@@ -840,7 +840,7 @@ class Deleted(Watching):
 
 @pytest.mark.parametrize("client", [1, 2, None])
 @pytest.mark.parametrize("logger", ["[]", "[tensorboard]"])
-def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again(
+def test_a_run_folder_that_is_deleted_during_training_is_reported_and_not_made_again(
     words: list[str], tmp_path: Path, client: int | None, logger: str
 ) -> None:
     config = compose([*words, f"run.dir={tmp_path / 'run'}", f"logger={logger}"])

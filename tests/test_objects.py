@@ -90,7 +90,7 @@ def test_the_objects_train_and_every_command_reads_their_run(
     assert main(["export", str(tmp_path / "run"), "--to", "safetensors"]) == 0
 
 
-def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
+def test_fit_again_resumes_a_run_or_reads_a_finished_one(tmp_path: Path) -> None:
     watching = Watching()
     whole = tiny_trainer(tmp_path / "whole", max_rounds=3)
     whole.fit(model(), tiny_data())
@@ -116,7 +116,7 @@ def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
     assert same(weights(whole), weights(resumed))
 
 
-def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_with(
+def test_an_interrupted_first_round_resumes_from_its_first_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process makes other weights, unless its author thought of a seed."""
@@ -172,7 +172,7 @@ class Mine(SimCLR):
 """
 
 
-def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: Path) -> None:
+def test_changed_source_of_a_user_s_class_is_refused(tmp_path: Path, modules: Path) -> None:
     write_modules(modules, brought_here=OWN)
     from brought_here import Mine
 
@@ -187,7 +187,7 @@ def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: P
         tiny_trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), tiny_data())
 
 
-def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> None:
+def test_a_changed_argument_without_a_key_is_refused(tmp_path: Path) -> None:
     class Scaled(SimCLR):
         def __init__(
             self, backbone: torch.nn.Module, scale: float, limit: int | None = None, **base: Any
@@ -326,7 +326,7 @@ def test_without_a_folder_the_run_is_named_after_itself(
     assert folders[0] != folders[1]
 
 
-def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> None:
+def test_one_data_set_per_client_and_a_user_s_network(tmp_path: Path) -> None:
     class Net(torch.nn.Sequential):
         feature_dim = 5
 
@@ -403,7 +403,7 @@ def test_a_run_ends_when_its_time_is_up_and_can_be_resumed(tmp_path: Path) -> No
     assert len(two.history) == 2
 
 
-def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None:
     never = EarlyStopping("loss", patience=2, min_delta=1e9, mode="min")
     one = tiny_trainer(tmp_path, max_rounds=9, callbacks=[never], evaluation=None)
     one.fit(model(SimCLR), tiny_data())

@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not(
 
 
 @pytest.mark.parametrize("method", ["byol", "moco", "protocl", "fedu"])
-def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
+def test_an_interrupted_run_resumes_to_the_same_weights_and_metrics(
     quick: list[str], tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the middle of round 2, after its first client trained."""
@@ -164,7 +164,7 @@ def test_loss_curves_of_a_client_never_restart(tiny: list[str]) -> None:
     assert [event.step for event in events.Scalars("accuracy/knn_top1")] == [0, 1, 2, 3]
 
 
-def test_a_split_can_be_given_back(quick: list[str], tmp_path: Path) -> None:
+def test_a_saved_split_can_be_used_again(quick: list[str], tmp_path: Path) -> None:
     first = run(compose([*quick, "partition.beta=0.2"]))
     file = tmp_path / "my-split.json"
     file.write_text((first.folder / "split.json").read_text())
@@ -212,7 +212,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, clients: set[int]) -> None:
     monkeypatch.setattr(LocalTrainer, "run", broken)
 
 
-def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
+def test_a_broken_update_is_dropped_with_a_note_and_the_round_continues(
     quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1})
@@ -308,7 +308,7 @@ def test_memory_of_a_round_does_not_hold_every_client_s_weights(
     assert most <= 1
 
 
-def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(
+def test_unlabeled_images_train_without_accuracies_but_with_alarms(
     tmp_path: Path, quick: list[str]
 ) -> None:
     from PIL import Image
@@ -354,7 +354,7 @@ def test_a_run_folder_has_one_writer(quick: list[str], tmp_path: Path) -> None:
     run(config)
 
 
-def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
+def test_a_resumed_round_reports_what_an_earlier_process_trained(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clients' steps and images are no work of this process.

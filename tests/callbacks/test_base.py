@@ -90,7 +90,7 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
     assert "weights" in pages["Clients"]
 
 
-def test_a_callback_stops_the_run_and_its_state_outlives_the_process(
+def test_a_callback_stops_the_run_and_its_state_survives_the_process(
     quick: list[str], tmp_path: Path
 ) -> None:
     words = [*quick, "federation.rounds=3", f"run.dir={tmp_path / 'run'}"]

@@ -83,7 +83,7 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
     ]
 
 
-def test_a_number_that_is_first_told_late_gets_its_chart() -> None:
+def test_a_number_that_appears_late_gets_its_chart() -> None:
     """And the scale of the loss in half precision is no loss."""
     first = {
         "round": 1,
@@ -200,7 +200,7 @@ def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
     assert not (board / ".projector.fedx-pl.tmp").exists()
 
 
-def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
+def test_unlabeled_images_have_pictures_too(tmp_path: Path) -> None:
     from PIL import Image
 
     (tmp_path / "images").mkdir()

@@ -39,7 +39,7 @@ def left(eta: Eta) -> float:
     return seconds
 
 
-def test_it_follows_the_rate_of_late() -> None:
+def test_the_eta_follows_the_current_rate() -> None:
     """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left.
 
     The mean of the run would say 3 min.
@@ -57,7 +57,7 @@ def test_it_follows_the_rate_of_late() -> None:
     assert left(eta) == pytest.approx(760, rel=0.02)
 
 
-def test_it_grows_while_the_next_step_is_late() -> None:
+def test_the_eta_grows_while_the_next_step_is_late() -> None:
     clock = Clock()
     eta = Eta(1, every_round, clock)
     eta.expect(1000, finished=0)
@@ -91,7 +91,7 @@ def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: in
 
 
 @pytest.mark.parametrize("expected_steps", [0, 300])
-def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
+def test_the_wait_for_sites_does_not_count_as_training(expected_steps: int) -> None:
     clock = Clock()
     eta = Eta(3, every_round, clock)
     if expected_steps:
@@ -107,7 +107,7 @@ def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
         assert left(eta) == pytest.approx(100 * (3 - number))
 
 
-def test_evaluations_are_part_of_it() -> None:
+def test_evaluations_are_part_of_the_eta() -> None:
     """Each round trains for 10 s and evaluates for 20 s.
 
     Before the first, the untrained network's time is taken.
@@ -144,7 +144,7 @@ def train(eta: Eta, clock: Clock, round_number: int, evaluating: float) -> None:
     eta.row(round_number, evaluating)
 
 
-def test_only_rounds_that_evaluate_count_for_it() -> None:
+def test_only_rounds_that_evaluate_add_to_the_eta() -> None:
     """32 rounds of 3 s, four of which evaluate for 12 s.
 
     That is 144 s, whatever the empty evaluations between them took.
@@ -161,7 +161,7 @@ def test_only_rounds_that_evaluate_count_for_it() -> None:
         assert left(eta) == pytest.approx(3 * (32 - number) + 12 * (4 - number // 8))
 
 
-def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
+def test_each_kind_of_evaluation_has_its_own_duration() -> None:
     """Every round has kNN (2 s), every third a linear probe, too (12 s).
 
     None of them is like the untrained one.
@@ -177,7 +177,7 @@ def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
     assert left(eta) == pytest.approx(3 * 3 + 2 * 2 + 12)
 
 
-def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
+def test_a_resumed_run_uses_its_first_evaluation() -> None:
     """It does not measure the untrained network again.
 
     A probe that is still to come takes as long as kNN.
@@ -191,7 +191,7 @@ def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
     assert left(eta) == pytest.approx(3 + 5)
 
 
-def test_clients_that_never_reported_do_not_stay_in_it() -> None:
+def test_clients_that_never_reported_do_not_stay_in_the_eta() -> None:
     """Of two clients of 50 steps one is lost; after the last round nothing is left."""
     clock = Clock()
     eta = Eta(2, every_round, clock)
@@ -232,7 +232,7 @@ def test_the_display_does_not_count_the_wait_for_sites() -> None:
         display.row({"round": 1, **row})
     assert isinstance(console.file, io.StringIO)
     assert "10 img/s  10.0 s  ETA 20 s" in console.file.getvalue()
-    assert display._rate == "20 img/s"
+    assert display.below()[0].plain.startswith("20 img/s, ")
 
 
 def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:

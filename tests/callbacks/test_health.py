@@ -64,12 +64,12 @@ def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
     assert texts({}, update([1.0, float("nan")])) == ["client 3 diverges: its loss is nan"]
 
 
-def test_a_loss_scale_below_one_has_run_out() -> None:
+def test_a_loss_scale_below_one_raises_an_alarm() -> None:
     assert texts({}, update([1.0], loss_scale=0.5)) == ["client 3: its loss scale fell to 0.5"]
 
 
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
-def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(
+def test_a_collapse_is_noted_saved_shown_and_may_stop_the_run(
     tiny: list[str], tmp_path: Path, on_collapse: str
 ) -> None:
     """No encoder uses a thousand dimensions: with that bound each round is a collapse."""

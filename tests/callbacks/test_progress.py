@@ -51,7 +51,7 @@ def lines_of(console: Console) -> list[str]:
     return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
 
 
-def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console) -> None:
+def test_the_live_display_shows_round_clients_losses_speed_and_eta(live: Console) -> None:
     with Terminal(live, 20, every_round) as display:
         display.expect(1000, first=3)
         display.step(300)
@@ -83,7 +83,7 @@ def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Consol
     assert any(re.match(r"round +1/2 +loss +4.00 +1,234 img/s +5.0 s", line) for line in lines)
 
 
-def test_rounds_make_the_bar_where_nobody_tells_of_steps(live: Console) -> None:
+def test_the_bar_moves_by_rounds_where_steps_are_not_reported(live: Console) -> None:
     with Terminal(live, 4, every_round) as display:
         display.client(1, 1, 2, update())
         display.client(1, 2, 2, None)  # Dropped: the loss of the one before stays.
@@ -114,7 +114,7 @@ def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> 
     ("terminal_there", "variable", "value"),
     [(False, "TERM", "xterm"), (True, "CI", "true"), (True, "TERM", "dumb")],
 )
-def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
+def test_without_a_live_terminal_there_is_a_plain_line_now_and_then(
     terminal_there: bool, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)

@@ -50,7 +50,7 @@ def test_a_round_can_be_read_before_the_writer_is_closed(tmp_path):
     writer.close()
 
 
-def test_short_rounds_keep_every_step_and_steps_go_on_over_rounds(tmp_path):
+def test_short_rounds_keep_every_step_and_steps_continue_over_rounds(tmp_path):
     losses = torch.arange(12.0).view(6, 2)  # first term 0, 2, 4 ...; second 1, 3, 5 ...
     with RunWriter(tmp_path) as writer:
         writer.client_losses(7, 0, losses[:4], ["contrastive", "relation"])
@@ -121,7 +121,7 @@ def test_partition_picture_and_sizes(tmp_path):
     assert "| south | 7 |" in text
 
 
-def test_views_show_the_pixels_before_normalisation(tmp_path):
+def test_views_show_the_pixels_before_normalization(tmp_path):
     red, blue = torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 8, 8)
     red[:, 0], blue[:, 2] = 1, 1
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)

@@ -167,7 +167,7 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
         }
 
 
-def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
+def test_objects_are_sent_to_workers_too(tmp_path: Path, shared: MakeEngine) -> None:
     """Arrays, a class that no module has and a regularizer: as in one process, to the bit."""
 
     class Mine(SimCLR):
@@ -198,7 +198,7 @@ def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_tensors_travel_as_they_are(memory_format: torch.memory_format) -> None:
+def test_tensors_are_sent_unchanged(memory_format: torch.memory_format) -> None:
     """Memory order too: a sum over a tensor may depend on it."""
     state = {
         "weight": torch.randn(4, 3, 2, 2).to(memory_format=memory_format),
@@ -293,7 +293,7 @@ def test_the_client_of_a_dead_worker_is_tried_again(
     assert same(weights(result), weights(undisturbed))
 
 
-def test_without_a_further_try_the_round_goes_on_without_the_client(
+def test_without_a_further_try_the_round_continues_without_the_client(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
     """The weights are those of a round in which client 1 has nothing to give."""
@@ -397,7 +397,7 @@ def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(
+def test_ctrl_c_ends_all_processes_and_the_run_can_be_resumed(
     tiny: list[str], tmp_path: Path
 ) -> None:
     """Interrupted on Ray and continued without it.

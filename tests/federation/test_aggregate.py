@@ -35,7 +35,7 @@ def test_weights_belong_to_the_clients_that_took_part_and_sum_to_one() -> None:
     assert average.result()["w"][0, 0].item() == pytest.approx(5.0)
 
 
-def test_huge_but_finite_values_are_no_infinity() -> None:
+def test_huge_but_finite_values_are_not_infinity() -> None:
     """Their float32 sum overflows, their mean does not."""
     average = FedAvg(state(0))
     average.add(state(3e38), 1)
@@ -51,7 +51,7 @@ def test_integer_buffers_keep_their_dtype() -> None:
     assert tracked.item() == 12  # 11.5 rounds to the even neighbor
 
 
-def test_the_order_of_arrival_does_not_show() -> None:
+def test_the_order_of_arrival_does_not_matter() -> None:
     generator = torch.Generator().manual_seed(0)
     updates = [({"w": torch.randn(1000, generator=generator)}, n) for n in (17, 4999, 250, 1)]
     results = []
@@ -127,7 +127,7 @@ def test_a_bad_update_is_refused_and_leaves_the_average_as_it_was(
     assert average.result()["w"][0, 0].item() == 2.0
 
 
-def test_a_federation_may_know_how_many_images_are_absurd() -> None:
+def test_a_claim_of_too_many_images_is_refused() -> None:
     average = FedAvg(state(0), max_images=100)
     average.add(state(1), 100)
     with pytest.raises(BadUpdate, match="101 images, possible are 1 to 100"):
@@ -200,7 +200,7 @@ def times(backbone: float, head: float = 1.0) -> dict[str, torch.Tensor]:
         ),  # replaced
     ],
 )
-def test_weights_that_were_shrunk_turned_round_or_replaced_are_refused(
+def test_weights_that_were_shrunk_reversed_or_replaced_are_refused(
     bad: dict[str, torch.Tensor], reason: str
 ) -> None:
     rule = make_rule(AggregateOptions(), GlobalState(weights=WEIGHTS))

@@ -27,7 +27,7 @@ print(usual, faults())
 """
 
 
-def test_a_tensor_made_again_takes_the_memory_of_the_one_before() -> None:
+def test_a_new_tensor_reuses_the_memory_of_a_freed_one() -> None:
     if not keep_freed_memory(False):
         pytest.skip("needs glibc: run it on Linux with another C library than musl")
     done = subprocess.run(

@@ -300,7 +300,7 @@ def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_uses_the_rule_and_names_whom_it_caught(
+def test_a_run_uses_the_rule_and_names_the_attacker(
     rule: str, federation: Any, clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     start, updates = federation("partition.kind=iid")
@@ -320,7 +320,7 @@ def test_a_run_uses_the_rule_and_names_whom_it_caught(
     assert len(notes) == (rule in said)
 
 
-def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clipping(
+def test_an_attacked_federation_fails_with_the_mean_and_learns_with_clipping(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two real rounds with an update times a thousand in each.
@@ -404,7 +404,7 @@ def negative(update: Update) -> Update:
     return replace(update, num_images=-1)
 
 
-def test_too_few_good_updates_pause_the_run_and_the_same_command_goes_on(
+def test_too_few_good_updates_pause_the_run_and_the_same_command_resumes_it(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     three = [*overrides, "federation.rounds=3"]
@@ -421,7 +421,7 @@ def test_too_few_good_updates_pause_the_run_and_the_same_command_goes_on(
     assert len(asked) == 2  # Rounds 2 and 3.
 
 
-def test_a_client_is_not_asked_any_more_after_bad_updates_in_a_row(
+def test_a_client_is_in_quarantine_after_bad_updates_in_a_row(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     """Client 1 is bad in all rounds, client 2 in rounds 1, 3 and 4 only: two in a row is the limit.
@@ -450,7 +450,7 @@ def test_a_client_is_not_asked_any_more_after_bad_updates_in_a_row(
     assert [note.rpartition(": ")[2] for note in told] == ["client 1", "client 1, client 2"]
 
 
-def test_strikes_outlive_an_interruption_and_a_mended_client_can_be_asked_again(
+def test_strikes_survive_an_interruption_and_a_repaired_client_can_be_asked_again(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     """One strike in each of rounds 1 and 2, an interruption in round 3.

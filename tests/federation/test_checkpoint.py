@@ -102,7 +102,7 @@ def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState
     return state
 
 
-def test_what_the_clients_had_after_the_best_round_stays_with_it(tmp_path: Path) -> None:
+def test_the_clients_states_after_the_best_round_are_kept_with_it(tmp_path: Path) -> None:
     """Round 2 is the best of five; of the rounds kept, only the fifth and the best have files."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     save_measured(checkpoints, [10.0, 50.0, 20.0, 30.0, 40.0])

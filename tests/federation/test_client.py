@@ -33,7 +33,7 @@ def test_the_result_depends_only_on_its_arguments() -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_an_optimiser_ends_with_its_fit() -> None:
+def test_an_optimizer_is_freed_after_its_fit() -> None:
     """Its momentum is as large as the model.
 
     Python's collector may come late, and a GPU does not wait for it.
@@ -65,7 +65,7 @@ def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_counters_go_on_over_rounds() -> None:
+def test_counters_continue_over_rounds() -> None:
     model = make_model(SimCLR)
     first = train(model, data_for(model), epochs=2)
     assert (first.memory.steps, first.memory.epochs, first.memory.last_round) == (10, 2, 1)
@@ -75,7 +75,7 @@ def test_counters_go_on_over_rounds() -> None:
     assert (second.memory.steps, second.memory.epochs, second.memory.last_round) == (20, 4, 4)
 
 
-def test_each_epoch_and_each_view_is_drawn_anew() -> None:
+def test_each_epoch_and_each_view_is_drawn_independently() -> None:
     data = make_data()
     first, again, second = (list(data.epoch(number)) for number in (0, 0, 1))
     assert all(torch.equal(a.first, b.first) for a, b in zip(first, again, strict=True))
@@ -112,13 +112,13 @@ def test_batches_have_one_shape_and_small_clients_one_batch(
 
 
 def test_images_that_do_not_fit_are_read_as_needed() -> None:
-    resident, mapped = make_data(), make_data()
-    mapped.store._resident = None
+    resident = make_data()
+    mapped = make_data(resident_bytes=0)
     for a, b in zip(resident.epoch(0), mapped.epoch(0), strict=True):
         torch.testing.assert_close(a.first, b.first, rtol=0, atol=0)
 
 
-def test_greyscale_28x28_trains() -> None:
+def test_grayscale_28x28_trains() -> None:
     model = make_model(SimCLR, channels=1)
     update = train(model, make_data(channels=1, side=28))
     assert update.losses.isfinite().all()
@@ -149,7 +149,7 @@ def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
     assert seen[1].abs().sum() == 0
 
 
-def test_every_step_is_told() -> None:
+def test_tick_is_called_after_every_step() -> None:
     model, ticks = make_model(SimCLR), []
     context = RoundContext(
         round=1,
@@ -228,7 +228,7 @@ def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
     assert newcomer.memory.loss_scale["scale"] == INITIAL_SCALE
 
 
-def test_lightning_says_nothing(
+def test_lightning_prints_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     """No greetings, and no warnings about F in eval mode or loaders without workers."""
@@ -262,7 +262,7 @@ class TwoGroups(SimCLR):
 
 
 @pytest.mark.parametrize("backbone_first", [True, False])
-def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first: bool) -> None:
+def test_the_reported_learning_rate_is_the_optimizer_s(backbone_first: bool) -> None:
     """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3.
 
     `optim.lr` is another.
@@ -274,7 +274,7 @@ def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first
     assert update.metrics["lr"] == pytest.approx(0.7 / 3)
 
 
-def test_the_usual_learning_rate_is_told_to_the_last_bit() -> None:
+def test_the_usual_learning_rate_is_reported_to_the_last_bit() -> None:
     model = make_model(SimCLR, optim=OptimOptions(lr=0.1, schedule="cosine"))
     assert train(model, data_for(model), round=3).metrics["lr"] == model.optim.lr_at(3, 10)
 
@@ -286,6 +286,6 @@ class TensorRate(SimCLR):
         return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.25))
 
 
-def test_a_learning_rate_that_is_a_tensor_is_told() -> None:
+def test_a_learning_rate_that_is_a_tensor_is_reported() -> None:
     model = make_model(TensorRate)
     assert train(model, data_for(model, images=16)).metrics["lr"] == 0.25

@@ -179,7 +179,7 @@ class Restless(SimCLR):
         return super().loss(batch, z)
 
 
-def test_whatever_a_loss_changes_is_put_back(quick: list[str]) -> None:
+def test_whatever_a_loss_changes_is_restored(quick: list[str]) -> None:
     run = made(compose([*quick, f"method={__name__}:Restless"]))
     model = run.model
     assert isinstance(model, Restless)

@@ -150,7 +150,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "fedx"), METHODS)
-def test_a_killed_run_ends_as_if_it_had_been_left_in_peace(
+def test_a_killed_run_ends_like_an_uninterrupted_one(
     nursery: Nursery, small: list[str], tmp_path: Path, method: str, fedx: str
 ) -> None:
     """Killed at random moments, and at random calls of fsync and rename within a checkpoint."""
@@ -201,7 +201,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_the_last_finished_client(
+def test_a_run_resumes_after_the_last_finished_client(
     nursery: Nursery, small: list[str], tmp_path: Path
 ) -> None:
     """Killed when two clients of the first round have saved their updates.

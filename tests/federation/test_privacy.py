@@ -72,7 +72,7 @@ def test_an_update_within_the_bound_is_untouched_to_the_bit(clip: float) -> None
         assert all(torch.equal(kept[name], state[name]) for name in state)
 
 
-def test_an_update_that_did_not_move_is_no_division_by_zero() -> None:
+def test_an_update_without_a_change_does_not_divide_by_zero() -> None:
     _, before = states()
     kept, told = protect(before, before, PrivacyOptions(clip=1.0), seed=0)
     assert kept["w"].item() == 1.0
@@ -202,7 +202,7 @@ def distance(a: State, b: State) -> float:
     return math.sqrt(sum(squares))
 
 
-def test_under_noise_a_client_does_not_tell_how_its_embeddings_turned() -> None:
+def test_under_noise_a_client_does_not_report_its_angle() -> None:
     assert "angle" in train(PrivacyOptions(clip=1.0), callbacks=[Angle(clients=1)]).metrics
     assert (
         "angle"
@@ -440,7 +440,7 @@ def test_a_clipped_federation_stays_near_its_start(quick: list[str], tmp_path: P
 
 
 @needs_accountant
-def test_a_noised_federation_tells_what_it_spends(quick: list[str], tmp_path: Path) -> None:
+def test_a_federation_with_noise_reports_its_epsilon(quick: list[str], tmp_path: Path) -> None:
     """The same seed gives the same weights, as in every simulation."""
     words = [*quick, "privacy.clip=0.01", "privacy.noise=2"]
     (result, end), (_, again) = (run(words, tmp_path / name) for name in ("a", "b"))

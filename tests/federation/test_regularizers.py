@@ -352,7 +352,7 @@ def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
     assert not any("dropped" in note for note in display.notes)
 
 
-def test_scaffold_takes_an_sgd_of_one_s_own(
+def test_scaffold_accepts_a_method_s_own_sgd(
     own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups may differ in all but the learning rate, which is then the one that is logged."""

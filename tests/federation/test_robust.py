@@ -144,7 +144,7 @@ def test_a_median_in_chunks_is_numpy_s(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- norm clipping --------------------------------------------------------------------------------
 
 
-def test_a_long_way_is_clipped_to_the_bound_in_its_own_direction() -> None:
+def test_a_long_change_is_clipped_to_the_bound_in_its_direction() -> None:
     """Norms 5, 5 and 1000, so the bound is 2 * 5: (600, 800) becomes (6, 8).
 
     With 1, 1 and 2 images: (3 + 0 + 2 * 6) / 4 = 3.75 and (4 + 5 + 2 * 8) / 4 = 6.25.
@@ -154,7 +154,7 @@ def test_a_long_way_is_clipped_to_the_bound_in_its_own_direction() -> None:
     assert rule.remarks == {2: "the change of its weights was clipped from norm 1e+03 to 10"}
 
 
-def test_the_way_starts_at_the_global_state() -> None:
+def test_the_change_is_measured_from_the_global_state() -> None:
     """From 10: ways 1, 2 and 1000; the median is 2 and the bound 3: (11 + 12 + 13) / 3 = 12."""
     assert fold(
         NormClipping({"w": torch.tensor([10.0])}, clip=1.5), [[11.0], [12.0], [1010.0]]
@@ -218,7 +218,7 @@ def test_a_round_in_which_nothing_moves_stays_where_it_is() -> None:
 # --- multi-Krum -----------------------------------------------------------------------------------
 
 
-def test_krum_leaves_out_who_has_no_neighbors() -> None:
+def test_krum_leaves_out_clients_without_neighbors() -> None:
     """With n = 5, f = 1, a score is the sum of the two smallest squared distances.
 
     At 0: 1 + 4 = 5. At 1: 1 + 1 = 2. At 2: 2. At 3: 5. At 100: 97^2 + 98^2 = 19013. The mean of the
@@ -326,7 +326,7 @@ def of(rule: str, reference: dict[str, torch.Tensor]) -> Aggregator:
 
 
 @pytest.mark.parametrize("rule", ROBUST)
-def test_the_order_of_arrival_does_not_show(rule: str) -> None:
+def test_the_order_of_arrival_does_not_matter(rule: str) -> None:
     draw = torch.Generator().manual_seed(0)
     updates = [{"w": torch.randn(300, generator=draw) * scale} for scale in (1, 1.1, 0.9, 1, 50)]
     results = []
@@ -421,7 +421,7 @@ def test_impossible_values_say_what_to_type(overrides: list[str], message: str) 
         compose(["profile=paper", *overrides])
 
 
-def test_a_mended_client_can_be_asked_again_in_the_same_run() -> None:
+def test_a_repaired_client_can_be_asked_again_in_the_same_run() -> None:
     """So the quarantine does not belong to what names a run."""
     assert compose([]).run_name == compose(["aggregate.quarantine=0"]).run_name
     assert compose([]).content() == compose(["aggregate.quarantine=0"]).content()

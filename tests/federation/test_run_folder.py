@@ -26,7 +26,7 @@ from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 from fedx_pl.federation.run_state import ClientRecord, RunState
 
 
-def test_too_little_space_is_told_before_training(
+def test_too_little_space_is_reported_before_training(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
@@ -127,9 +127,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_of_the_cluster_ends_the_run_well(
-    quick: list[str], tmp_path: Path, name: str
-) -> None:
+def test_a_signal_ends_the_run_cleanly(quick: list[str], tmp_path: Path, name: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -156,7 +154,7 @@ def test_a_signal_of_the_cluster_ends_the_run_well(
     assert "Traceback" not in error
 
 
-def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
+def test_a_run_that_was_killed_during_cleanup_is_cleaned_up_at_the_next_start(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last round is committed, and what it replaces is still there."""
@@ -192,7 +190,7 @@ def edit(folder: Path, text: str, name: str = "mine") -> None:
 
 
 @pytest.mark.parametrize("rounds_done", [1, 2])
-def test_an_edited_method_is_never_answered_with_the_old_numbers(
+def test_an_edited_method_never_gets_the_old_numbers(
     quick: list[str], modules: Path, rounds_done: int
 ) -> None:
     """Whether the run is finished or not; what the message says to type works."""
@@ -248,7 +246,7 @@ def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
     assert not compose([*words, "name=b"]).run_folder.exists()
 
 
-def test_a_method_that_failed_before_the_first_round_may_be_mended(
+def test_a_method_that_failed_before_the_first_round_may_be_repaired(
     quick: list[str], modules: Path
 ) -> None:
     """Its folder is there and holds nothing that was trained.
@@ -284,7 +282,7 @@ def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
     assert run(built_in).history
 
 
-def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_again(
+def test_a_start_that_was_killed_before_its_configuration_was_written_starts_again(
     quick: list[str], modules: Path
 ) -> None:
     edit(modules, METHOD)
