@@ -1,4 +1,4 @@
-"""Small real parts of a federation: images of sites, the words of a run, a serial reference, and processes."""
+"""Small real parts of a federation: images of sites, overrides, a serial reference, processes."""
 
 import os
 import signal
@@ -11,24 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
-from helpers import PATIENCE, THREADS, Watching, fitted
+from helpers import PATIENCE, THIN, THREADS, Watching, fitted
+from helpers import same as same
 from PIL import Image
 from safetensors.torch import load_file
 
 from fedx_pl.config.compose import compose
 from fedx_pl.methods.base import State
 
-# A run of seconds: the very thin network of the `tiny` fixture on images of 16 pixels.
+# A run of seconds on images of 16 pixels.
 WORDS = (
-    "data=folder", "profile=paper", "data.image_size=16", "backbone.name=resnet10", "backbone.width=4",
-    "federation.epochs=1", "optim.batch_size=16", f"run.threads={THREADS}", "run.keep=9", "seed=3",
-)  # fmt: skip
+    *THIN,
+    *("data=folder", "profile=paper", "data.image_size=16", "federation.epochs=1"),
+    *("optim.batch_size=16", "run.keep=9", "seed=3"),
+)
 BYOL_FEDX = ("method=byol", "fedx=true")  # has private state: the EMA target
 
 
 def make_images(root: Path, counts: Mapping[str, int]) -> Path:
-    """A folder of images for each site; each image has a colour of its own."""
+    """A folder of images for each site; each image has a color of its own."""
     for site, count in counts.items():
         draw = np.random.default_rng(list(site.encode()))
         (root / site).mkdir(parents=True)
@@ -41,7 +42,10 @@ def make_images(root: Path, counts: Mapping[str, int]) -> Path:
 
 
 def serial(images: Path, folder: Path, *words: str) -> Path:
-    """The same federation in one process: each sub-folder of images is a client, numbered by name."""
+    """The same federation in one process.
+
+    Each sub-folder of images is a client, numbered by name.
+    """
     sites = sum(1 for _ in images.iterdir())
     own = ["partition.kind=folders", f"federation.clients={sites}", f"data.root={images}"]
     config = compose(
@@ -56,11 +60,6 @@ def weights(run: Path, round: int) -> State:
     return load_file(run / "checkpoints" / f"round_{round:05d}" / "global.safetensors")
 
 
-def same(a: State, b: State) -> bool:
-    """Equal to the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def free_port() -> int:
     """A port nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as one:
@@ -68,7 +67,10 @@ def free_port() -> int:
 
 
 class Process:
-    """A ``fedx-pl`` command as a process of its own, with its output in a file. Ends with its ``with`` block."""
+    """A ``fedx-pl`` command as a process of its own, with its output in a file.
+
+    Ends with its ``with`` block.
+    """
 
     def __init__(self, log: Path, *words: str, code: str = "") -> None:
         """Starts.

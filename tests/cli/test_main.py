@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert "free some space" in error
     monkeypatch.undo()
     assert cli.main(["train", *tiny]) == 0
-    assert "going on after round 1" in capsys.readouterr().out
+    assert "resuming after round 1" in capsys.readouterr().out
 
 
 def test_overrides_may_follow_flags_and_hold_brackets(

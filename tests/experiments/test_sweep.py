@@ -144,7 +144,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     )
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
-    assert "going on after round 2 of 4" in log
+    assert "resuming after round 2 of 4" in log
     assert len(list(path.parent.glob("results/paper/*.json"))) == 1
 
 
@@ -337,7 +337,7 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
         ended.set()
         other.join()
     assert runner.done == [job]
-    for part in ("%", "ETA unknown: waiting for the", "already"):  # All of it, on 80 columns.
+    for part in ("%", "ETA unknown", "waiting for the", "already"):  # All of it, on 80 columns.
         assert part in output.getvalue()
 
 

@@ -56,7 +56,7 @@ def zero_size_tensors(count: int, shape: tuple[int, ...] = (0,)) -> bytes:
         ("a: [", "line 1"),
     ],
 )
-def test_yaml_without_end_is_refused_in_one_line(text: str, why: str) -> None:
+def test_huge_yaml_is_refused_in_one_line(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         parse_yaml(text)
     assert "\n" not in str(error.value)
@@ -92,7 +92,7 @@ def test_json_that_nests_too_deep_is_refused(text: str) -> None:
         (b"", "header"),
     ],
 )
-def test_tensors_without_end_are_refused(content: bytes, why: str) -> None:
+def test_too_many_tensors_are_refused(content: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_tensors(content)
 

@@ -253,11 +253,11 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(
         saved = federation.folder / "killed" / "checkpoints" / "round_00002" / "state.json"
         parts.wait_until(saved.exists, "round 2 is saved")
         server.kill()
-        assert "going on after round 1 of 3" in server.output
+        assert "resuming after round 1 of 3" in server.output
     federation.let_go()
     with federation.server("killed", *words) as server:
         assert server.wait() == 0, federation.logs()
-        assert "going on after round 2 of 3" in server.output
+        assert "resuming after round 2 of 3" in server.output
     assert "starting anew" not in federation.logs()
     assert_same(federation, "killed", undisturbed, rounds=3)
 
@@ -295,7 +295,7 @@ def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federatio
     expected = parts.serial(
         federation.others(), federation.folder / "serial-revoked", *REAL_SITES, *words
     )
-    pending = federation.folder / "revoked" / "pending" / "00002.safetensors"
+    pending = federation.folder / "revoked" / "pending" / "00002"
     federation.hold(1, "ab")
     with federation.server("revoked", *words) as server:
         parts.wait_until(pending.exists, "c's update is saved")

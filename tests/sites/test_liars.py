@@ -21,7 +21,7 @@ from memory_federation import Answer, Fake, federate
 from fedx_pl.cli.sites import coordinator_run
 from fedx_pl.config.compose import REAL_SITES, compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation import checkpoint
+from fedx_pl.federation import pending
 from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.methods.base import State
 from fedx_pl.sites import engine as flower
@@ -105,7 +105,7 @@ def test_absurd_losses_of_two_sites_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
 ) -> None:
     """Their updates lie in the run folder when the coordinator starts again. The round shows the loss of c."""
-    monkeypatch.setattr(checkpoint, "WORTH", 0)  # Keeps every update of the unfinished round.
+    monkeypatch.setattr(pending, "WORTH", 0)  # Keeps every update of the unfinished round.
     sites = {"a": telling("a", first), "b": telling("b", second), "c": Stopping("c")}
     with pytest.raises(KeyboardInterrupt):
         federate(tmp_path, sites, "federation.rounds=1")
@@ -118,7 +118,7 @@ def test_a_saved_update_that_is_refused_when_the_run_goes_on_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version that knew fewer lies has let it in, and was stopped within the round; its site is asked again."""
-    monkeypatch.setattr(checkpoint, "WORTH", 0)
+    monkeypatch.setattr(pending, "WORTH", 0)
     sites = {"a": Fake("a", images=10**9), "b": Stopping("b")}
     monkeypatch.setattr(Aggregator, "add", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
     )
     assert notes.count("dropped site a: no answer within 30 s") == 3
     assert (
-        "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a"
+        "in quarantine after aggregate.quarantine=3 bad or missing updates in a row: site a"
         in notes
     )
     assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: a collapsed representation, a client that diverges, a loss scale that runs out."""
+"""Alarms: a collapsed representation, a diverging client, a vanishing loss scale."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.errors import UserError
@@ -43,7 +45,7 @@ class HealthOptions(Options):
 
 
 class Health(RoundCallback):
-    """Raises alarms, and ends the run of a collapsed encoder if the options say so."""
+    """Raises alarms, and ends the run if the encoder has collapsed and the options say so."""
 
     def __init__(self, options: HealthOptions | None = None) -> None:
         """Sets the thresholds.
@@ -54,12 +56,12 @@ class Health(RoundCallback):
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
 
+    @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Refuses to resume a run that was stopped by a collapse."""
         self._refuse_collapsed(trainer)
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Looks at the row and at every client."""
         record.alarms += [*self._collapse(record)]
         for update in record.updates:
             record.alarms += [
@@ -68,19 +70,19 @@ class Health(RoundCallback):
         self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
         trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """Tells why the run ends early."""
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
-        """By the row; where clients measure for themselves, more than half of them must say so."""
-        told = {
+        """By the row; where clients evaluate their own images, by more than half of them."""
+        reported = {
             name: [update.metrics[name] for update in record.updates if name in update.metrics]
             for name in ("rankme", "uniformity")
         }
-        rankme = statistics.median_high(told["rankme"] or [record.row.get("rankme", math.inf)])
+        rankme = statistics.median_high(reported["rankme"] or [record.row.get("rankme", math.inf)])
         uniformity = statistics.median_low(
-            told["uniformity"] or [record.row.get("uniformity", -math.inf)]
+            reported["uniformity"] or [record.row.get("uniformity", -math.inf)]
         )
         if rankme < (least := self.options.min_rankme):
             yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
@@ -100,7 +102,7 @@ class Health(RoundCallback):
         return any(alarm.startswith(f"round {number}: {COLLAPSED}") for alarm in self.alarms)
 
     def _refuse_collapsed(self, trainer: FederatedTrainer) -> None:
-        """Raises a `UserError`, unless it is the last round, which ends the run in any case."""
+        """Raises a `UserError` if the last round collapsed, unless it ends the run anyway."""
         number = trainer.current_round
         if (
             self.options.on_collapse == "stop"
@@ -108,21 +110,21 @@ class Health(RoundCallback):
             and number < trainer.max_rounds
         ):
             raise UserError(
-                f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the run is saved in "
-                f"{trainer.folder}, and on_collapse=warn goes on"
+                f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the "
+                f"run is saved in {trainer.folder}, and on_collapse=warn resumes it"
             )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The alarms so far."""
         return {"alarms": self.alarms}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
         self.alarms = list(map(str, state.get("alarms", [])))
 
 
 def _ends(update: Update) -> tuple[float, float]:
-    """Mean total loss of the first and of the last tenth of a client's steps."""
+    """The mean total loss of the first and of the last tenth of a client's steps."""
     total = update.loss()
     if not len(total):
         return 0.0, 0.0

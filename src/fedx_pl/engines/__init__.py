@@ -1,8 +1,8 @@
-"""Where a round's clients train: in this process, on the workers of a Ray cluster, or at real sites over Flower.
+"""Where clients train: in this process, on a Ray cluster, or at real sites over Flower.
 
-An engine gets the round's frozen context and the list of clients, and yields what they give back as they finish. It
-decides where a client trains, never what it computes: the same seed gives the same global weights on each. All else
-(averaging, checkpoints, evaluation, logging) is the trainer's.
+An engine gets the round's frozen context and the list of clients, and yields their updates as they
+finish. It decides where a client trains, never what it computes: the same seed gives the same
+global weights on each. Averaging, checkpoints, evaluation and logging are the trainer's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES", "Engine", "EngineOptions", "Lost", "make"]
 
-# By their words on the command line.
+# By their names on the command line.
 ENGINES: dict[str, type[Engine]] = {"serial": SerialEngine, "ray": RayEngine}
 
 

@@ -1,4 +1,4 @@
-"""What an engine is."""
+"""The base class of engines, and their options."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ class Engine:
     """Trains the clients of a round."""
 
     def __init__(self, trainer: FederatedTrainer, options: EngineOptions | None = None) -> None:
-        """Keeps the trainer: it knows the model, the images and how a client is trained, and is told about progress.
+        """Keeps the trainer, which has the model and the images and shows progress.
 
         Args:
-            trainer: of the run.
+            trainer: the run's trainer.
             options: the keys ``engine.*``.
         """
         self.trainer = trainer
         self.options = options or EngineOptions()
 
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
-        """Who trains in a round; those who are ``away``, in quarantine, do not, and nobody takes their place."""
+        """The clients of a round, without those ``away`` in quarantine, who are not replaced."""
         return [
             client for client in self.trainer.choose_clients(round_number) if client not in away
         ]
 
     def name_of(self, client: int) -> str:
-        """A client's name for people."""
+        """A client's name in messages."""
         return f"client {client}"
 
     def run(
         self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
     ) -> Iterator[Update | Lost]:
-        """Trains clients and yields each as it finishes, in any order.
+        """Trains clients and yields each update as it is finished, in any order.
 
         Args:
-            context: of the round.
-            clients: who trains.
-            memory_of: what a client remembers, asked for when its turn comes.
+            context: the round's context.
+            clients: the clients to train.
+            memory_of: gives a client's memory, called when its turn comes.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define run(context, clients, memory_of)"
         )
 
     def close(self) -> None:
-        """Lets go of processes and connections."""
+        """Ends processes and connections."""

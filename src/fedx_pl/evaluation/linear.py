@@ -161,7 +161,8 @@ def fit(
                 # Classes first: the softmax then runs over whole vectors of images, twice as fast for few classes.
                 error = torch.softmax(torch.mm(weight, x.T), 0).sub_(y.T).div_(len(x))
                 torch.mm(error, x, out=gradient)
-                # The kernel of torch.optim.Adam(fused=True), without the 30 us of bookkeeping around it.
+                # The kernel of torch.optim.Adam(fused=True), private but measured: a probe's step on
+                # 64 images takes 43 us with it and 78 us with the optimizer around it.
                 torch._fused_adam_(
                     [weight],
                     [gradient],

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.text import Text
 
-from fedx_pl.callbacks.progress import QUIET_SECONDS, duration, is_live
 from fedx_pl.config.build import brought
 from fedx_pl.config.compose import code_words, compose, load
 from fedx_pl.config.schema import Config
-from fedx_pl.errors import UserError
+from fedx_pl.display import Display
+from fedx_pl.errors import UserError, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment
 from fedx_pl.experiments.results import FORMAT, changes, read_evaluation, read_result, read_results
@@ -210,6 +209,15 @@ def collect(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Display(Display):
+    """The display of a sweep, with what is being done in a line of its own."""
+
+    now = ""
+
+    def below(self) -> list[Text]:
+        return [Text(for_terminal(self.now))] if self.now else []
+
+
 class Sweep:
     """Runs jobs, several at once, and writes a result file for each."""
 
@@ -238,29 +246,19 @@ class Sweep:
 
     def run(self) -> list[Job]:
         """Runs all that is left; returns the runs that failed."""
-        live = is_live(self.console)
-        columns = (  # On a narrow terminal the text goes on in a second line, and the rest stays.
-            BarColumn(10, table_column=Column(min_width=10)),
-            TextColumn("{task.percentage:>3.0f}%", table_column=Column(min_width=4)),
-            TimeElapsedColumn(table_column=Column(min_width=7)),
-            TextColumn("{task.description}", table_column=Column()),
-        )
-        before, started, said = self._rounds(), time.monotonic(), time.monotonic()
         # As Ctrl-C: the runs must not outlive the sweep.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            with Progress(*columns, console=self.console, transient=True, disable=not live) as bar:
-                task = bar.add_task("starting")
+            with _Display(self.console, "starting") as display:
                 while self.waiting or self.running:
+                    done = self._rounds()
+                    total = max(1, done + self.rounds_left())
+                    runs = f"{len(self.done)} of {len(self.jobs)} runs"
+                    display.now = self._now()
+                    display.update(done, total, runs, line=f"{runs}: {display.now}")
                     self._start()
                     time.sleep(0.5)
                     self._look_after()
-                    done, left = self._rounds(), self.rounds_left()
-                    line = self._line(done - before, left, time.monotonic() - started)
-                    bar.update(task, completed=done, total=max(1, done + left), description=line)
-                    if not live and time.monotonic() - said > QUIET_SECONDS:
-                        self.console.print(f"  {line}", soft_wrap=True)
-                        said = time.monotonic()
         finally:
             self._stop()
             signal.signal(signal.SIGTERM, usual)
@@ -284,14 +282,14 @@ class Sweep:
         seconds = [row["round_seconds"] for row in rows if "round_seconds" in row]
         return statistics.median(seconds) * self.rounds_left() / self.workers if seconds else None
 
-    def _line(self, rounds: int, left: int, seconds: float) -> str:
-        now = ", ".join(f"{job.title} {job.stage()}" for job in self.running)
+    def _now(self) -> str:
+        """What is being done."""
         if not self.running:
             busy = [job.title for job in self.waiting if is_locked(job.folder)]
-            now = f"waiting for the processes that train {'; '.join(busy)} already" if busy else now
-        more = " and evaluations" if any(job.evaluate for job in self._todo) else ""
-        eta = f"ETA {duration(seconds * left / rounds)}{more}" if rounds else "ETA unknown"
-        return f"{len(self.done)} of {len(self.jobs)} runs, {eta}: {now}"
+            if busy:
+                return f"waiting for the processes that train {'; '.join(busy)} already"
+        more = ["evaluations come on top"] if any(job.evaluate for job in self._todo) else []
+        return ", ".join([*(f"{job.title} {job.stage()}" for job in self.running), *more])
 
     def _rounds(self) -> int:
         """Rounds of all runs that were waiting at the start; a finished run counts in full."""

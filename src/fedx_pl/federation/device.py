@@ -1,4 +1,4 @@
-"""Where and in which precision a process trains."""
+"""The device and the precision that a process trains with."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fedx_pl.options import OptionError
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
+    """Replaces ``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, else 32-true."""
     if precision == "16-mixed" and device.type == "cpu":
         raise OptionError("precision", precision, "needs a GPU", "auto, 32-true or bf16-mixed")
     if precision != "auto":
@@ -20,7 +20,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto``: the GPU if there is one."""
+    """The device of a name; ``auto`` is the GPU if there is one."""
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     )

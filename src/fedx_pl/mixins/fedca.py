@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fedx_pl.errors import options_of
-from fedx_pl.files import checksum, read_verified, require_plain, round_folders, tensor_bytes
-from fedx_pl.files.reading import parse_json, parse_tensors
+from fedx_pl.files import checksum, require_plain, round_folders, tensor_bytes
+from fedx_pl.files.store import load_record
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
@@ -82,10 +82,10 @@ def _base_state(base: str) -> State:
             raise FileNotFoundError("encoder.safetensors")
         require_plain(Path(base), ("checkpoints",))
         newest = round_folders(Path(base) / "checkpoints")[-1]
-        files = read_verified(newest, ("global.safetensors", "state.json"))
-        if newest.name != f"round_{int(parse_json(files['state.json'])['round']):05d}":
+        tensors, state = load_record(newest)
+        if newest.name != f"round_{int(state['round']):05d}":
             raise ValueError(f"{newest.name} is another round")
-        return parse_tensors(files["global.safetensors"])
+        return tensors
     except (IndexError, KeyError, TypeError, OSError, ValueError) as error:
         problem = f"is not the folder of a finished run ({error})"
         raise OptionError(

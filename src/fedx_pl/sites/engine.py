@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedx_pl.callbacks.dashboard import HEALTH, OWN, OWN_KINDS
+from fedx_pl.callbacks.dashboard import BUILT_IN, BUILT_IN_PREFIXES, HEALTH
 from fedx_pl.engines.base import Engine, MemoryOf
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Lost, RoundContext, Update
@@ -288,7 +288,11 @@ class FlowerEngine(Engine):
             metrics = _possible(wire.numbers(meta, "metrics"))
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
-            own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
+            own = [
+                name
+                for name in metrics
+                if name in (*BUILT_IN, *asked) or name.startswith(BUILT_IN_PREFIXES)
+            ]
             if own := [name for name in own if name not in ("loss_scale", "lr")]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
             told = self._told.get(one.client, set()) | losses.keys() | metrics.keys()

@@ -32,20 +32,14 @@ from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import (
-    UNFINISHED,
-    checksum,
-    make_private,
-    private_file,
-    tensor_bytes,
-    write_atomically,
-)
-from fedx_pl.files.reading import parse_tensors
+from fedx_pl.federation.run_state import RunState
+from fedx_pl.files import UNFINISHED, make_private, private_file, write_atomically
+from fedx_pl.files.store import load_tensors, save_tensors
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
@@ -407,14 +401,16 @@ class Memories:
         file = self.folder / _file_name(round_number)
         if round_number not in records or not file.exists():
             return None
-        content = file.read_bytes()
-        return parse_tensors(content) if checksum(content) == records[round_number] else None
+        try:
+            return load_tensors(file, records[round_number])
+        except ValueError:
+            return None
 
     def save(self, memory: ClientMemory) -> None:
         """Keeps a client's private tensors."""
-        content = tensor_bytes(memory.tensors())
-        write_atomically(self.folder / _file_name(memory.last_round), content, private=True)
-        records = self._records() | {memory.last_round: checksum(content)}
+        file = self.folder / _file_name(memory.last_round)
+        sha256 = save_tensors(file, memory.tensors(), private=True)
+        records = self._records() | {memory.last_round: sha256}
         kept = {
             str(round_number): sha
             for round_number, sha in records.items()
