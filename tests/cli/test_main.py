@@ -13,7 +13,10 @@ import pytest
 import torch
 from helpers import PATIENCE, THREADS
 
+from fedx_pl import __version__
+from fedx_pl.cli import completion
 from fedx_pl.cli import main as cli
+from fedx_pl.config import renamed
 from fedx_pl.config.compose import choices
 
 ROOT = Path(__file__).parents[1]
@@ -90,31 +93,41 @@ def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
     [
         (["--help"], 0, "fedx-pl train data=cifar10"),
         ([], 2, "fedx-pl train data=cifar10"),
-        (["--version"], 0, "fedx-pl 0.1.0, Python 3."),
+        (["federate"], 2, "fedx-pl federate COMMAND"),
+        (["--version"], 0, f"fedx-pl {__version__}, Python 3."),
         (["sweep", "--help"], 0, "--seeds"),
-        (["data", "--help"], 0, "without it, all are listed"),
+        (["data", "--help"], 0, "A data set. Without it, list all."),
         (["federate", "server", "--help"], 0, "--clients"),
         (
             ["trian"],
             2,
-            "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n",
+            "error: no such command 'trian'. Did you mean 'train'? See fedx-pl --help\n",
         ),
         (
             ["federate", "sever"],
             2,
-            "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
+            "error: no such command 'sever'. Did you mean 'server'? See fedx-pl federate --help\n",
         ),
-        (["completion", "csh"], 2, "there is no shell 'csh'; there are bash, zsh, fish; see"),
+        (["completion", "csh"], 2, "'csh' is not one of 'bash', 'zsh', 'fish'; see"),
+        (["export", "run", "--to"], 2, "'--to' requires an argument; see fedx-pl export --help"),
+        (["evaluate", "run", "--round", "x"], 2, "'--round': 'x' is not a valid integer; see"),
+        (["neighbours", "run"], 2, "neighbours has a new name; type fedx-pl neighbors\n"),
         (
             ["train", "--dryrun"],
             2,
-            "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n",
+            "no such option '--dryrun'. Did you mean '--dry-run'? See fedx-pl train --help\n",
         ),
         (
             ["embed", "run"],
             2,
-            "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n",
+            "error: missing argument 'IMAGES'; see fedx-pl embed --help\n",
         ),
+        (
+            ["federate", "keys", "--sites", "a"],
+            2,
+            "error: a federation of sites needs Flower; type ",
+        ),
+        (["export", "run", "--to", "onnx"], 2, "error: --to onnx needs onnx and onnxscript; type "),
     ],
 )
 def test_help_and_mistakes_in_the_command_need_no_torch(
@@ -124,6 +137,7 @@ def test_help_and_mistakes_in_the_command_need_no_torch(
         "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
     )
     script = f"""import atexit, runpy, sys
+sys.modules["flwr"] = sys.modules["onnxscript"] = None  # as if they were not installed
 atexit.register(lambda: print({heavy}))
 runpy.run_module("fedx_pl", run_name="__main__")"""
     done = subprocess.run(
@@ -138,10 +152,74 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train",
+        "train data=svhn --dry-run",
+        "data svhn",
+        "evaluate runs/one",
+        "sweep table1",
+        "report",
+        "export runs/one",
+        "embed runs/one images",
+        "neighbors runs/one a.png images",
+        "federate keys --sites a",
+        "completion bash",
+        "train --help",
+    ],
+)
+def test_something_is_printed_before_torch_is_loaded(line: str) -> None:
+    script = """import runpy, sys
+class End:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit(0)
+sys.meta_path.insert(0, End())
+runpy.run_module("fedx_pl", run_name="__main__")"""
+    pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *line.split()],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stderr == "loading PyTorch ...\n"
+    assert done.stdout.startswith("Usage: fedx-pl train" if "--help" in line else "")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_help_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command in completion.commands():
+        assert cli.main([*command.path.split(), "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > width] == []
+
+
+def test_old_words_are_answered_with_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(renamed.RENAMED, "federation.cycles", "federation.rounds")
+    monkeypatch.setitem(renamed.RENAMED, "partition=dir", "partition=dirichlet")
+    monkeypatch.setitem(renamed.RENAMED, "fedx-pl report --to", "fedx-pl report --out")
+    monkeypatch.chdir(tmp_path)
+    for old, new in (
+        ("neighbours RUN a.png IMAGES", "fedx-pl neighbors"),
+        ("sweep regularisers", "fedx-pl sweep regularizers"),
+        ("report --to FOLDER", "fedx-pl report --out"),
+        ("train federation.cycles=3", "federation.rounds"),
+        ("train partition=dir", "partition=dirichlet"),
+    ):
+        assert cli.main(old.split()) == 2
+        assert capsys.readouterr().err.endswith(f" has a new name; type {new}\n")
+
+
 def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["train", "--help"])
-    assert caught.value.code == 0
+    assert cli.main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     for expected in (
         "method=simclr | moco | byol",
@@ -166,8 +244,8 @@ def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None
         own = done.stdout.partition("keys of method=my_ssl:Mine:\n")[2]
         assert re.match(r"  method\.covariance=1\.5 +weight of a term\.\n", own)
     missing = fedx_pl("train", "method=my_ssl:Yours", "--help", cwd=tmp_path)
-    assert missing.returncode == 0
-    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stdout
+    assert missing.returncode == 2
+    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stderr
 
 
 @pytest.mark.parametrize(
@@ -233,8 +311,7 @@ def test_overrides_may_follow_flags_and_hold_brackets(
     out = capsys.readouterr().out
     assert "a[b]: 1000000000 rounds" in out
     assert str(tmp_path / "[/x]" / "a[b]") in out
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--faster"])
+    assert cli.main(["train", "--faster"]) == 2
 
 
 def test_data_alone_lists_the_sets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +384,7 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command goes on after the last finished client: fedx-pl train" in error
+    assert "interrupted; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
     assert (tmp_path / "run" / "metrics.csv").exists()
 
@@ -369,9 +446,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_character_that_cannot_be_printed_is_refused(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(line)
-    assert end.value.code == 2
+    assert cli.main(line) == 2
     assert "holds a character that cannot be printed" in capsys.readouterr().err
 
 
