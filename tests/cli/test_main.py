@@ -19,8 +19,6 @@ from fedx_pl.cli import main as cli
 from fedx_pl.config import renamed
 from fedx_pl.config.compose import choices
 
-ROOT = Path(__file__).parents[1]
-
 
 def fedx_pl(
     *arguments: str, cwd: Path | None = None, timeout: float = PATIENCE
@@ -51,9 +49,8 @@ def test_train_runs_and_ends_with_a_summary(
     after = out.partition("\nnext:\n")[2].splitlines()
     for command in ("tensorboard --logdir ", "fedx-pl evaluate ", "fedx-pl export "):
         assert any(command in line for line in after)
-    assert (
-        cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
-    )  # Finished: the summary again, no training.
+    # Finished: the summary again, no training.
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
     assert "linear: last" in (again := capsys.readouterr().out)
     assert "ETA" not in again
 
@@ -74,7 +71,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
+def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -235,7 +232,8 @@ def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None
         "from fedx_pl.methods import SimCLR\n"
         "class Mine(SimCLR):\n"
         "    def __init__(self, backbone, *, covariance: float = 1.5, **base):\n"
-        '        """Sets the weight.\n\n        Args:\n            covariance: weight of a term.\n        """\n'
+        '        """Sets the weight.\n\n        Args:\n'
+        '            covariance: weight of a term.\n        """\n'
         "        super().__init__(backbone, **base)\n"
     )
     for words in (["method=my_ssl:Mine", "--help"], ["--help", "method=my_ssl:Mine"]):
@@ -272,7 +270,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_shown_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "method=bioll"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     debug = fedx_pl("train", "method=bioll", "--debug")
@@ -280,7 +278,7 @@ def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" in debug.stderr
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
+def test_a_full_disk_is_an_error_of_one_line_and_loses_nothing(
     tiny: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -357,7 +355,7 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
     assert "loss_mine,loss_local_relation" in header
 
 
-def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_resume(
     tiny: list[str], tmp_path: Path
 ) -> None:
     command = [
@@ -413,7 +411,8 @@ def test_evaluate_measures_a_run_again(
     [
         MemoryError(),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried\nto"
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: "
+            "you tried\nto"
         ),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     ],
@@ -421,7 +420,7 @@ def test_evaluate_measures_a_run_again(
 def test_too_little_memory_is_one_line_with_the_keys_to_change(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: object, **settings: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("fedx_pl.cli.train.build", fail)
@@ -432,7 +431,7 @@ def test_too_little_memory_is_one_line_with_the_keys_to_change(
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **settings: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("fedx_pl.cli.train.build", fail)
@@ -450,6 +449,8 @@ def test_a_character_that_cannot_be_printed_is_refused(
     assert "holds a character that cannot be printed" in capsys.readouterr().err
 
 
-def test_a_device_is_no_split_file(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_refused_as_a_split_file(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *tiny, "partition.file=/dev/zero", "--dry-run"]) == 2
     assert "partition.file=/dev/zero cannot be read (not a regular file)" in capsys.readouterr().err
