@@ -91,6 +91,8 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
         (["--help"], 0, "fedx-pl train data=cifar10"),
         ([], 2, "fedx-pl train data=cifar10"),
         (["federate"], 2, "fedx-pl federate COMMAND"),
+        (["export", "run", "--to", "onnx"], 2, "error: --to onnx needs onnx and onnxscript; type "),
+        (["evaluate", "nowhere"], 2, "has no config.yaml; type fedx-pl evaluate runs/NAME\n"),
         (["--version"], 0, f"fedx-pl {__version__}, Python 3."),
         (["sweep", "--help"], 0, "--seeds"),
         (["data", "--help"], 0, "A data set. Without it, list all."),
@@ -107,7 +109,7 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
         ),
         (["completion", "csh"], 2, "'csh' is not one of 'bash', 'zsh', 'fish'; see"),
         (["export", "run", "--to"], 2, "'--to' requires an argument; see fedx-pl export --help"),
-        (["evaluate", "run", "--round", "x"], 2, "'--round': 'x' is not a valid integer; see"),
+        (["evaluate", "--round", "x", "run"], 2, "'--round': 'x' is not a valid integer; see"),
         (["neighbours", "run"], 2, "neighbours has a new name; type fedx-pl neighbors\n"),
         (
             ["train", "--dryrun"],
@@ -124,7 +126,6 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
             2,
             "error: a federation of sites needs Flower; type ",
         ),
-        (["export", "run", "--to", "onnx"], 2, "error: --to onnx needs onnx and onnxscript; type "),
     ],
 )
 def test_help_and_mistakes_in_the_command_need_no_torch(
@@ -155,18 +156,20 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
         "train",
         "train data=svhn --dry-run",
         "data svhn",
-        "evaluate runs/one",
+        "evaluate run",
         "sweep table1",
         "report",
-        "export runs/one",
-        "embed runs/one images",
-        "neighbors runs/one a.png images",
+        "export run",
+        "embed run images",
+        "neighbors run a.png images",
         "federate keys --sites a",
         "completion bash",
         "train --help",
     ],
 )
-def test_something_is_printed_before_torch_is_loaded(line: str) -> None:
+def test_something_is_printed_before_torch_is_loaded(line: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     script = """import runpy, sys
 class End:
     def find_spec(self, name, *_):
@@ -177,6 +180,7 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
     pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
     done = subprocess.run(
         [sys.executable, "-c", script, *line.split()],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -63,6 +63,10 @@ class _Group(click.Group):
 
 
 def _run(module: str, options: dict[str, Any], function: str = "run") -> int:
+    folder = options.get("run")
+    if folder and not (folder / "config.yaml").is_file():  # A mistake to name before torch loads.
+        instead = f"fedx-pl {module} runs/NAME"
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml; type {instead}")
     command = importlib.import_module(f"fedx_pl.cli.{module}")
     return int(getattr(command, function)(SimpleNamespace(**options)) or 0)
 
