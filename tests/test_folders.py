@@ -354,7 +354,7 @@ def test_what_train_refuses_the_other_commands_refuse(
         ["export", str(run)],
         ["embed", str(run), str(pictures), "-o", str(tmp_path / "a.npz")],
         [
-            "neighbours",
+            "neighbors",
             str(run),
             str(pictures / "0.png"),
             str(pictures),

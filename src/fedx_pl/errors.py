@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import SequenceMatcher
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -210,6 +209,8 @@ def install_hint(extra: str) -> str:
 
 def _checkout() -> Path | None:
     """The folder of an editable install."""
+    from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
+
     try:
         text = distribution("fedx-pl").read_text("direct_url.json")
     except PackageNotFoundError:  # Nothing is installed, and the source is on the path.
@@ -224,6 +225,8 @@ def _checkout() -> Path | None:
 
 def _requirements(extra: str) -> list[str]:
     """What an extra adds, as in the metadata of the installed package."""
+    from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
+
     try:
         lines = distribution("fedx-pl").requires or []
     except PackageNotFoundError:

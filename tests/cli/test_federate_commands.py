@@ -1,4 +1,4 @@
-"""Mistakes on the command line of ``fedx-pl federate``: exit code 2, and what to type instead."""
+"""Mistakes in ``fedx-pl federate``: exit code 2, and what to type instead."""
 
 from pathlib import Path
 
@@ -36,7 +36,9 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_a_coordinator_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["server", *parts.WORDS]
     assert "type --clients 2, or fedx-pl federate keys" in mistake(capsys, *words, "--clients", "3")
     assert "federation.clients=0 is not possible" in mistake(capsys, *words, "--clients", "0")
@@ -54,20 +56,20 @@ def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (place / "runs").exists() or not list((place / "runs").glob("**/superlink.log"))
 
 
-def test_a_coordinator_is_not_told_how_long_training_takes_a_cpu(
-    place: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_does_not_say_how_long_a_cpu_trains(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The sites train; that this machine has no GPU says nothing of theirs."""
+    """The sites train, and they may have GPUs."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
     assert "3 clients" in out
     assert "GPU" not in out
 
 
-def test_a_coordinator_says_how_far_it_trusts_its_sites(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a word it clips; what is typed counts."""
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_says_how_far_it_trusts_its_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default is to clip; what is typed wins."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
     assert (
@@ -79,23 +81,27 @@ def test_a_coordinator_says_how_far_it_trusts_its_sites(
     assert "aggregate=mean (a site that lies may ruin the model), aggregate.max_share=0.9" in out
 
 
-def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_names_a_wrong_backbone_before_it_loads_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sources, "load", lambda *_, **__: pytest.fail("data were loaded"))
     words = ["server", "data=cifar10", "backbone.name=vit_tiny", "--clients", "2"]
     assert "backbone.name=vit_tiny is not known" in mistake(capsys, *words)
 
 
-def test_server_without_keys(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is loaded or made."""
+def test_missing_keys_of_a_coordinator_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error comes before anything is loaded or made."""
     (place / "keys").rename(place / "elsewhere")
     error = mistake(capsys, "server", *parts.WORDS, "--clients", "2")
     assert "keys/server/ca.crt is missing; type fedx-pl federate keys" in error
     assert not (place / "runs").exists()
 
 
-def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("place")
+def test_mistakes_of_a_site_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["client", "--data", "images/a", "--keys", "keys/sites/a"]
     assert "optim.lr=1 is the coordinator's to set" in mistake(capsys, *words, "optim.lr=1")
     assert "--data nowhere is not a folder" in mistake(
@@ -133,7 +139,7 @@ def test_a_site_runs_once(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "this site runs already: another process uses --state fedx-site-a" in error
 
 
-def test_the_number_of_a_connection_is_one_or_nothing(tmp_path: Path) -> None:
+def test_a_bad_number_of_a_connection_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "connection"
     assert commands._number(file) is None
     numbers = {"7": 7, str(2**64 - 1): 2**64 - 1, str(2**64): None, "-1": None, "x": None, "": None}

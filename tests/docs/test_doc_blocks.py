@@ -5,7 +5,6 @@ get more words, and CIFAR-10 is a tiny one. Commands are read by the real parser
 tutorials they are run as well.
 """
 
-import argparse
 import configparser
 import itertools
 import re
@@ -15,8 +14,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from doc_blocks import PAGES, ROOT, SHELL, blocks_of, prose_of
@@ -27,6 +28,7 @@ from safetensors.torch import save_file
 
 from fedx_pl import FederatedTrainer, RoundCallback, api, backbones, methods
 from fedx_pl.cli import main as cli
+from fedx_pl.cli.commands import fedx_pl
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.data import sources
@@ -161,15 +163,13 @@ def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str
         arguments = [*arguments[:1], "--help"]
     command = arguments[0]
     if "--help" in arguments:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == 0, where
+        assert cli.main(arguments) == 0, where
         return
     options = parse(arguments, where)
     overrides = [
         word for word in options.overrides if "=" in word and not word.startswith("allow_code=")
     ]
-    if command in ("export", "embed", "neighbours") and options.run.exists():
+    if command in ("export", "embed", "neighbors") and options.run.exists():
         assert cli.main(arguments) == 0, where
     elif command == "sweep":
         assert cli.main([*arguments, *([] if options.dry_run else ["--dry-run"])]) == 0, where
@@ -187,16 +187,16 @@ def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str
         assert cli.main([*arguments, *more]) == 0, where
 
 
-def parse(arguments: list[str], where: str) -> argparse.Namespace:
-    """As `cli.main` does it."""
+def parse(arguments: list[str], where: str) -> SimpleNamespace:
+    """The options that a command would get."""
+    command: click.Command = fedx_pl
     try:
-        options, more = cli.make_parser().parse_known_args(arguments)
-    except SystemExit:
-        pytest.fail(f"{where}: fedx-pl does not take {arguments}")
-    unknown = [word for word in more if word.startswith("-")]
-    assert not unknown, f"{where}: unknown option {unknown[0]}"
-    options.overrides += more
-    return options
+        while isinstance(command, click.Group):
+            name, command, arguments = command.resolve_command(click.Context(command), arguments)
+        context = command.make_context(name, list(arguments))
+    except click.UsageError as error:
+        pytest.fail(f"{where}: {error.format_message()}")
+    return SimpleNamespace(**({"overrides": ()} | context.params))
 
 
 def check_make(arguments: list[str], where: str) -> None:

@@ -96,7 +96,7 @@ def test_every_key_and_every_command_has_its_line(site: Path) -> None:
         "report",
         "export",
         "embed",
-        "neighbours",
+        "neighbors",
         "federate server",
     ):
         assert f"<code>fedx-pl {command}</code>" in page, f"fedx-pl {command} is not on the page"

@@ -147,10 +147,7 @@ def test_a_signal_ends_the_run_cleanly(quick: list[str], tmp_path: Path, name: s
     finally:
         process.kill()
     assert process.returncode == 0, error
-    assert (
-        f"stopped by {name}; the same command goes on after the last finished client: fedx-pl train"
-        in error
-    )
+    assert f"stopped by {name}; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
 
 

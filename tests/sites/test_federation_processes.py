@@ -362,9 +362,7 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
         assert children
         server.send(signal.SIGINT)
         assert server.wait() == 130, federation.logs()
-        assert "the same command goes on after the last finished" in server.output, (
-            federation.logs()
-        )
+        assert "run the same command again to resume" in server.output, federation.logs()
     assert not any(map(parts.alive, children))
     assert parts.is_free(federation.port)
     federation.let_go()

@@ -1,6 +1,6 @@
 """``fedx-pl report``: writes the tables and figures of finished experiments."""
 
-import argparse
+from types import SimpleNamespace
 
 from fedx_pl.errors import say
 from fedx_pl.experiments.definition import definitions_folder, results_folder
@@ -10,8 +10,8 @@ from fedx_pl.experiments.sweep import resolve_profile
 EXIT_LEFT_OUT = 1
 
 
-def run(options: argparse.Namespace) -> int:
-    """Writes the tables and figures of finished experiments; the exit code tells whether a file was left out."""
+def run(options: SimpleNamespace) -> int:
+    """Writes tables and figures; the exit code is 1 if a result file was left out."""
     left_out: list[str] = []
     definitions = definitions_folder(options.definitions)
     results = options.results or results_folder(definitions, resolve_profile("auto"))

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
 from fedx_pl.config.registry import DATA, METHOD, WORDS, find
+from fedx_pl.config.renamed import refuse_renamed
 from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
 from fedx_pl.data.images import ARRAYS, RESIZED
 from fedx_pl.data.sources import SOURCES
@@ -85,6 +86,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             raise UserError(
                 f"{override!r} is not an override; type key=value, e.g. federation.rounds=20"
             )
+        refuse_renamed(key, override)
         key = _LONG.get(key, key)
         if len(key) > MAX_KEY or key.count(".") > MAX_GROUPS:
             raise UserError(f"there is no key {short(key)}; `fedx-pl train --help` lists all")
