@@ -31,6 +31,7 @@ from fedx_pl.data.sources import of_arrays, pairs
 from fedx_pl.errors import UserError
 from fedx_pl.federation.identity import flat
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.printing import setting
 from fedx_pl.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
@@ -183,6 +184,4 @@ def _parted(name: str, given: Any, kind: type) -> tuple[list[str], list[Any]]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)
+    return setting(value)

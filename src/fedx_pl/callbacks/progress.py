@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from fedx_pl import printing
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.eta import Due, Eta
 from fedx_pl.errors import for_terminal
@@ -369,12 +370,5 @@ def steps(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def duration(seconds: float) -> str:
-    """``75`` -> ``1 min 15 s``; coarse for long ones."""
-    seconds = round(seconds)  # First, or there would be minutes of 60 seconds.
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    if seconds < 86400:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    return f"{seconds / 86400:.1f} days"
+    """Prints a time: ``75`` -> ``1 min 15 s``; coarser for longer times."""
+    return printing.duration(seconds)

@@ -15,6 +15,7 @@ from fedx_pl.federation.identity import own_backbone
 from fedx_pl.files import size_of
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.printing import byte_size
 from fedx_pl.trainer import FederatedTrainer
 
 
@@ -137,5 +138,5 @@ def parameters_text(model: SSLMethod) -> str:
     private = size_of(model.private_state())
     return (
         f"{type(model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
-        f"{shared / 1e6:.1f} MB shared and {private / 1e6:.1f} MB private per client"
+        f"{byte_size(shared)} shared and {byte_size(private)} private per client"
     )

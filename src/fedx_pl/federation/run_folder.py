@@ -18,6 +18,7 @@ from fedx_pl.federation.identity import code_record, decisive, flat
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.files.reading import parse_tensors, read_json, read_yaml
+from fedx_pl.printing import byte_size
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -292,8 +293,8 @@ def _require_space(trainer: FederatedTrainer) -> None:
     needed -= sum(file.stat().st_size for file in there)  # Some of it is there already.
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
-            f"{folder} has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; free some space, "
-            f"or type run.root=ANOTHER"
+            f"{folder} has {byte_size(free)} free, and this run needs about {byte_size(needed)}; free some "
+            "space, or type run.root=ANOTHER"
         )
 
 
