@@ -15,10 +15,13 @@ from fedx_pl.experiments.definition import (
     definitions_folder,
     load_experiment,
     parse_only,
+    parse_places,
     parse_seeds,
+    resolve_profile,
     results_folder,
 )
-from fedx_pl.experiments.sweep import Job, Sweep, places, plan_jobs, resolve_profile
+from fedx_pl.experiments.jobs import Job, plan_jobs
+from fedx_pl.experiments.sweep import Sweep
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         (word.partition("=")[2] for word in words if word.startswith("profile=")), "auto"
     )
     profile = resolve_profile(profile)
-    more = places([word for word in words if not word.startswith("profile=")], options.jobs)
+    more = parse_places([word for word in words if not word.startswith("profile=")], options.jobs)
     experiments = [
         load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml")
         for name in names
