@@ -32,6 +32,8 @@ HOSTILE = [
     "</details>",
     '<a id="x"></a>',
     "===",
+    "~~~",
+    "    a",
 ]
 
 
@@ -131,6 +133,11 @@ def test_code_of_others_cannot_leave_its_fence(name):
     assert "\n" not in span
     assert re.fullmatch(rf"{fence}(?!`).*<img>.*(?<!`){fence}", span)
     assert not re.search(rf"(?<!`){fence}(?!`)", span[len(fence) : -len(fence)])
+
+
+def test_no_code_is_no_fence():
+    """Such as the commit of a result that was made without git."""
+    assert code("") == ""
 
 
 def test_a_line_that_starts_with_a_sign_is_no_list_and_no_heading():

@@ -12,12 +12,12 @@ from torch import Tensor
 from fedx_pl.palette import CATEGORIES, FRAME, GREEN, PALE_GRAY, VERMILION, WHITE, rgb
 
 QUERIES = 8
-NEIGHBOURS = 7
+NEIGHBORS = 7
 _THUMBNAIL = 32  # pixels in the projector's sprite, which may have 8192
 _SHOWN = 72  # pixels in the grid
 
 
-def neighbours(features: Tensor, labels: np.ndarray | None) -> Tensor:
+def nearest_neighbors(features: Tensor, labels: np.ndarray | None) -> Tensor:
     """Finds the nearest neighbors of some images by cosine similarity.
 
     The queries are the first image of each class, or the first images without labels, at most
@@ -34,7 +34,7 @@ def neighbours(features: Tensor, labels: np.ndarray | None) -> Tensor:
     unit = F.normalize(features, dim=1)
     similarity = unit[queries] @ unit.T
     similarity[torch.arange(len(queries)), queries] = -math.inf  # An image is not its own neighbor.
-    nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices
+    nearest = similarity.topk(min(NEIGHBORS, len(features) - 1), dim=1).indices
     return torch.cat([queries[:, None], nearest], 1)
 
 
@@ -45,14 +45,14 @@ def _one_of_each(labels: np.ndarray | None, count: int) -> list[int]:
     return np.flatnonzero(labels >= 0)[first][:QUERIES].tolist()
 
 
-def neighbour_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> np.ndarray:
+def neighbor_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> np.ndarray:
     """Draws a row for each query: the query, a gap, and its neighbors.
 
     A neighbor of the query's class has a green frame, another one a red frame.
 
     Args:
         images: uint8 (N, H, W, C).
-        rows: from `neighbours`.
+        rows: from `nearest_neighbors`.
         labels: int (N,), or None for no frames.
 
     Returns:

@@ -1,8 +1,8 @@
 """Markdown from Jinja templates, and one HTML page from Markdown.
 
 A template holds the prose; every value that it prints is escaped, as Jinja does for HTML, so that a
-name from outside is never read as markup. `code`, `strong`, `link`, `line` and `table` return
-``Markup``: finished Markdown, which is not escaped again.
+name from outside is never read as markup. The functions here return ``Markup``: finished Markdown,
+which is not escaped again.
 """
 
 import base64
@@ -42,7 +42,7 @@ def text(value: object) -> Markup:
 
 def line(value: object) -> Markup:
     """Escapes a text at the start of a line, where "+ FedX" would begin a list."""
-    return Markup(re.sub(r"^(\d*)([-+#.)])", r"\1\\\2", text(value)))
+    return Markup(re.sub(r"^(\d*)([-+#~.)])", r"\1\\\2", text(value).lstrip()))
 
 
 def in_html(value: object) -> Markup:
@@ -53,13 +53,15 @@ def in_html(value: object) -> Markup:
 def code(value: object) -> Markup:
     """A code span, in a fence longer than any within it."""
     content = " ".join(str(value).splitlines())
+    if not content.strip():
+        return Markup()
     fence = "`" * (1 + max(map(len, re.findall("`+", content)), default=0))
     return Markup(f"{fence} {content} {fence}" if "`" in content else f"`{content}`")
 
 
 def strong(value: object) -> Markup:
     """Bold text."""
-    return Markup(f"**{text(value)}**")
+    return Markup(f"**{text(value).strip()}**")
 
 
 def link(value: object, target: str) -> Markup:
