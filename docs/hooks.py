@@ -32,6 +32,7 @@ from fedx_pl.cli.commands import fedx_pl
 from fedx_pl.config import compose as config
 from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.methods.parameters import hyper_parameters
+from fedx_pl.printing import setting
 
 ROOT = Path(__file__).parents[1]
 REPORT = "experiments/results/mini"
@@ -276,11 +277,7 @@ def _table(rows: list[tuple[str, Any, str]]) -> list[str]:
 
 
 def _value(default: Any) -> str:
-    if isinstance(default, bool):
-        return str(default).lower()
-    return (
-        f"[{','.join(map(_value, default))}]" if isinstance(default, list | tuple) else str(default)
-    )
+    return setting(default)
 
 
 def _words(names: list[str]) -> str:

@@ -146,6 +146,8 @@ def test_a_wheel_has_all_files_and_no_others(wheel: Path) -> None:
         files = [*folder.rglob("*.yaml")] if folder.name == "configs" else [*folder.glob("*.yaml")]
         data |= {Path("fedx_pl") / home / path.relative_to(folder) for path in files}
     tables = Path("fedx_pl/experiments/definitions/paper/tables.yaml")
+    templates = (ROOT / "src" / "fedx_pl" / "experiments" / "templates").iterdir()
+    data |= {path.relative_to(ROOT / "src") for path in templates}
     expected = {*modules, *data, tables, Path("fedx_pl/py.typed")}
     packed = {Path(name) for name in names if ".dist-info/" not in name}
     assert packed == expected

@@ -31,6 +31,7 @@ from fedx_pl.data.sources import of_arrays, pairs
 from fedx_pl.errors import UserError
 from fedx_pl.federation.identity import flat
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.printing import setting
 from fedx_pl.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
@@ -188,6 +189,4 @@ def _names_and_objects(argument: str, given: Any, kind: type) -> tuple[list[str]
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)
+    return setting(value)

@@ -19,6 +19,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from fedx_pl.errors import Report, for_terminal
+from fedx_pl.printing import duration
 
 QUIET_SECONDS = 30.0  # Without a live bar, there is a line at least this often.
 WINDOW_SECONDS = 30.0  # Older work counts less and less for the rate.
@@ -41,18 +42,6 @@ class _Console(Console):
 def is_live(console: Console) -> bool:
     """Whether to draw a live progress bar."""
     return console.is_interactive and not os.environ.get("CI")
-
-
-def duration(seconds: float) -> str:
-    """``75`` -> ``1 min 15 s``; coarse for long ones."""
-    seconds = round(seconds)  # First, or there would be minutes of 60 seconds.
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    if seconds < 86400:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    return f"{seconds / 86400:.1f} days"
 
 
 class Pace:

@@ -11,9 +11,10 @@ from helpers import every_round
 from rich.console import Console
 
 from fedx_pl.callbacks import progress
-from fedx_pl.callbacks.progress import Terminal, duration
+from fedx_pl.callbacks.progress import Terminal
 from fedx_pl.cli.summary import evaluations
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.printing import duration
 
 
 def update(images: int = 100) -> Update:

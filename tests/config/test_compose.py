@@ -391,7 +391,7 @@ def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
     results, _ = read_results(EXPERIMENTS / "results" / "mini")
     older = [result for result in results if result.config.get("data.image_size") == 64]
     outdated: dict[str, list[str]] = {}
-    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).found
+    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).by_cell
     assert outdated == {}
     assert compose(["profile=mini", "data=folder"]).data.image_size == 64
     assert compose(["data=folder"]).hash != compose(["data=folder", "data.image_size=32"]).hash

@@ -32,7 +32,7 @@ def test_too_little_space_is_reported_before_training(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     display = Watching()
     with pytest.raises(
-        UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.dir=ANOTHER"
+        UserError, match=r"has 10.0 MB free, and this run needs about 5\d.\d MB; .*run.dir=ANOTHER"
     ):
         run(compose([*quick, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0

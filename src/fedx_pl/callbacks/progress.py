@@ -17,9 +17,10 @@ from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.eta import Due, Eta
-from fedx_pl.display import Clock, Display, duration, make_console
+from fedx_pl.display import Clock, Display, make_console
 from fedx_pl.errors import for_terminal
 from fedx_pl.federation.estimate import steps_between
+from fedx_pl.printing import duration
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update

@@ -189,8 +189,8 @@ class RunWriter:
         """
         from fedx_pl.callbacks import pictures, plots
 
-        rows = pictures.neighbours(features, labels)
-        grid = pictures.neighbour_grid(images, rows, labels)
+        rows = pictures.nearest_neighbors(features, labels)
+        grid = pictures.neighbor_grid(images, rows, labels)
         self._writer.add_image("embedding/neighbours", grid, round_number, dataformats="HWC")
         figure = pictures.embedding_map(features, labels, classes)
         self._writer.add_image(

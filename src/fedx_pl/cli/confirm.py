@@ -2,8 +2,8 @@
 
 import sys
 
-from fedx_pl.callbacks.progress import duration
 from fedx_pl.errors import UserError
+from fedx_pl.printing import duration
 
 LONG_SECONDS = 3600.0  # No question about anything shorter.
 

@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 
 from fedx_pl.errors import say
-from fedx_pl.experiments.definition import definitions_folder, results_folder
+from fedx_pl.experiments.definition import definitions_folder, resolve_profile, results_folder
 from fedx_pl.experiments.report import write_report
-from fedx_pl.experiments.sweep import resolve_profile
 
 EXIT_LEFT_OUT = 1
 

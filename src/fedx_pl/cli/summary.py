@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fedx_pl.callbacks.progress import duration
 from fedx_pl.federation.identity import flat
+from fedx_pl.printing import duration, measured
 from fedx_pl.trainer import FederatedTrainer
 
 FILES = {  # those of a run folder that people look at
@@ -30,7 +30,7 @@ def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
         for key, value in flat(numbers).items():
             if isinstance(value, int | float):
                 key = key if key.startswith(f"{kind}_") else f"{kind}.{key}"
-                table.add_row(key, f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+                table.add_row(key, measured(value))
     return table
 
 
@@ -52,9 +52,9 @@ def summary(trainer: FederatedTrainer, console: Console) -> None:
         for key, name in (("linear_top1", "linear"), ("knn_top1", "kNN")):
             values = [row[key] for row in trainer.history if key in row]
             before = trainer.untrained.get(key)
-            against = "" if before is None else f", untrained {before:.2f}"
-            best = f"best on the test images {max(values):.2f}"
-            console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
+            against = "" if before is None else f", untrained {measured(before)}"
+            best = f"best on the test images {measured(max(values))}"
+            console.print(f"{name}: last {measured(values[-1])}, {best}{against}")
     else:
         console.print(
             "no labels, so no accuracy was measured; losses are in metrics.csv and TensorBoard"
@@ -103,4 +103,4 @@ def _measured(rows: Sequence[Mapping[str, Any]], most: int = 20) -> list[Mapping
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return measured(value)

@@ -16,10 +16,13 @@ from fedx_pl.experiments.definition import (
     definitions_folder,
     load_experiment,
     parse_only,
+    parse_places,
     parse_seeds,
+    resolve_profile,
     results_folder,
 )
-from fedx_pl.experiments.sweep import Job, Sweep, places, plan_jobs, resolve_profile
+from fedx_pl.experiments.jobs import Job, plan_jobs
+from fedx_pl.experiments.sweep import Sweep
 
 
 def run(options: SimpleNamespace) -> int:
@@ -32,7 +35,8 @@ def run(options: SimpleNamespace) -> int:
     overrides = [word for word in options.overrides if "=" in word]
     profiles = [word.partition("=")[2] for word in overrides if word.startswith("profile=")]
     profile = resolve_profile(profiles[0] if profiles else "auto")
-    more = places([word for word in overrides if not word.startswith("profile=")], options.jobs)
+    where = [word for word in overrides if not word.startswith("profile=")]
+    more = parse_places(where, options.jobs)
     experiments = [load_experiment(_definition(name, definitions)) for name in names]
     seeds = parse_seeds(options.seeds)
     jobs = plan_jobs(

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedx_pl.errors import UserError
 from fedx_pl.options import OptionError, Options, option
+from fedx_pl.printing import byte_size
 
 try:
     import resource
@@ -130,8 +131,8 @@ def require_memory(key: str, value: object, needed: int, what: str) -> None:
     there = _memory()
     if needed > there:
         raise UserError(
-            f"{key}={value}: {what} would take {needed / 1e9:,.1f} GB of memory, and {there / 1e9:,.1f} GB are there; "
-            f"type a smaller number"
+            f"{key}={value}: {what} would take {byte_size(needed)} of memory, and {byte_size(there)} are "
+            "there; type a smaller number"
         )
 
 

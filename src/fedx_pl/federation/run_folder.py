@@ -22,6 +22,7 @@ from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_byte
 from fedx_pl.files.reading import read_json, read_yaml
 from fedx_pl.files.store import TENSORS, load_record, save_record
 from fedx_pl.options import OptionError
+from fedx_pl.printing import byte_size
 from fedx_pl.provenance import foreign_code
 from fedx_pl.provenance.foreign_code import Record
 
@@ -318,7 +319,7 @@ def _require_space(trainer: FederatedTrainer) -> None:
     needed -= sum(file.stat().st_size for file in saved)
     if (free := shutil.disk_usage(folder).free) < needed:
         problem = (
-            f"has {free / 1e9:.2f} GB free, and this run needs about {needed / 1e9:.2f} GB; "
+            f"has {byte_size(free)} free, and this run needs about {byte_size(needed)}; "
             f"free some space"
         )
         raise OptionError("default_root_dir", str(folder), problem, "{default_root_dir}=ANOTHER")

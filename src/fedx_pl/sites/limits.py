@@ -16,6 +16,7 @@ from fedx_pl.data.sources.folder import list_files
 from fedx_pl.errors import UserError
 from fedx_pl.federation.device import resolve_device
 from fedx_pl.files import size_of
+from fedx_pl.printing import byte_size
 
 GB = 1e9
 _COPIES = (
@@ -79,8 +80,8 @@ def _require_room(limits: SiteOptions, config: Config, count: int) -> None:
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if needed > (free := shutil.disk_usage(place).free) and not _decoded_before(folder, needed):
         raise UserError(
-            f"the coordinator asks for {needed / GB:,.1f} GB of decoded images, {place} has room for {free / GB:,.1f}; "
-            f"type data.cache=ANOTHER"
+            f"the coordinator asks for {byte_size(needed)} of decoded images, {place} has room for "
+            f"{byte_size(free)}; type data.cache=ANOTHER"
         )
 
 
