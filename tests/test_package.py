@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -153,6 +155,25 @@ def test_templates_and_the_security_policy_name_files_that_exist() -> None:
     for page in pages:
         for name in re.findall(r"`((?:docs|tests)/[\w./-]+|[A-Z]+\.md)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_changelog_says_where_a_renamed_python_name_is_now() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", table, re.MULTILINE)
+    names = [(old, new) for old, new in rows if new.startswith("fedx_pl.")]
+    assert len(names) > 10
+    for old, new in names:
+        assert pkgutil.resolve_name(new) is not None
+        with pytest.raises((ImportError, AttributeError)):
+            resolve_function_or_class(old)
+
+
+def resolve_function_or_class(name: str) -> object:
+    """What a name stands for, unless a module took the place of what it was."""
+    thing = pkgutil.resolve_name(name)
+    if isinstance(thing, ModuleType):
+        raise AttributeError(name)
+    return thing
 
 
 @pytest.fixture(scope="module")
