@@ -161,7 +161,8 @@ class SiteOptions:
         default=4096, metadata={"help": "federate client: pixels on a side of an image"}
     )
     max_cache_gb: float = field(
-        default=1000.0, metadata={"help": "federate client: size of decoded images"}
+        default=1000.0,
+        metadata={"help": "federate client: on disk, decoded images and private state"},
     )
     max_memory_gb: float = field(
         default=0.0,
