@@ -70,13 +70,14 @@ def test_a_coordinator_says_how_far_it_trusts_its_sites(
     """Without a word it clips; what is typed counts."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
-    assert (
-        "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
-    )
+    assert "aggregate=clip: updates are clipped to the usual length\n" in out
+    assert "aggregate.max_share=0.5: no site counts for more than 50% of a round's images\n" in out
+    assert max(map(len, out.splitlines())) <= 80
     words = ["aggregate=mean", "aggregate.max_share=0.9", "--clients", "3"]
     assert main(["federate", "server", *parts.WORDS, *words]) == 2
     out = capsys.readouterr().out
-    assert "aggregate=mean (a site that lies may ruin the model), aggregate.max_share=0.9" in out
+    assert "aggregate=mean: a site that lies may ruin the model\n" in out
+    assert "aggregate.max_share=0.9: no site" in out
 
 
 def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
