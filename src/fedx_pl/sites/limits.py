@@ -41,17 +41,17 @@ def require_within(
     _require_room(limits, config, count, state)
     if not code_words(tree):  # Code that the site trusts may not work on the meta device.
         needed = _needed_memory(config, count) / GB
-        most = _memory_limit(config) / GB
+        most = _memory_limit(limits, config) / GB
         _require("site.max_memory_gb", needed, most, "GB of memory at least")
 
 
 def max_message(config: Config) -> float:
     """The largest message, in bytes, whose weights a site could train within its memory limit."""
-    return _memory_limit(config) / _COPIES
+    return _memory_limit(config.site, config) / _COPIES
 
 
-def _memory_limit(config: Config) -> float:
-    return config.site.max_memory_gb * GB or device_memory(config)
+def _memory_limit(limits: SiteOptions, config: Config) -> float:
+    return limits.max_memory_gb * GB or device_memory(config)
 
 
 def device_memory(config: Config) -> float:

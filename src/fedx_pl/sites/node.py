@@ -49,7 +49,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedx_pl.sites import wire
-from fedx_pl.sites.keys import public_pem
+from fedx_pl.sites.certificates import public_pem
 from fedx_pl.sites.link import read, record, require_small
 from fedx_pl.sites.seal import Trust
 from fedx_pl.sites.superlink import SIGNED, sign
