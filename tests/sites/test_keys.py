@@ -152,7 +152,7 @@ def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
     keys.make(tmp_path / "six", "2001:db8::7", 8000, ["a"])
     assert keys.load_site(tmp_path / "six" / "sites" / "a").server == "[2001:db8::7]:8000"
     with pytest.raises(
-        UserError, match=r"--host höst\.example\.org: .*by which sites reach this machine"
+        UserError, match=r"--host höst\.example\.org is .*by which sites reach this machine"
     ):
         keys.make(tmp_path / "keys", "höst.example.org", 8000, ["a"])
     assert not (tmp_path / "keys").exists()
@@ -273,7 +273,7 @@ def test_certificates_that_end_are_named_and_made_anew(
     public = files(server / "sites")
     with pytest.raises(
         UserError,
-        match=r"a/ca\.crt has expired on \d+-\d+-\d+; ask the coordinator for its ca\.crt",
+        match=r"a/ca\.crt has expired on \d+-\d+-\d+; ask the coordinator for its present ca\.crt",
     ):
         keys.load_site(site)
     with pytest.raises(
