@@ -1,4 +1,4 @@
-"""A site's private state on disk: what is kept, what is forgotten, and what a kill or damage leaves."""
+"""A site's private state on disk: what is kept or forgotten, and what a kill or damage leaves."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
-    """The newest was trained, but its update was lost: the coordinator asks for the one before, and may do so twice."""
+    """The newest update was lost: the coordinator asks for the one before, maybe twice."""
     kept, newest = Memories(tmp_path), KEPT_ROUNDS + 3
     for round in range(1, newest + 1):
         kept.save(memory(round))
@@ -80,7 +80,7 @@ def test_what_is_damaged_or_missing_is_not_there(
 def test_a_site_killed_while_it_saves_has_the_round_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
-    """Its update of round 2 has not left: the coordinator asks for round 1's state, then for round 2's when it came."""
+    """Its update of round 2 has not left: the coordinator asks for round 1's state first."""
     kept = Memories(tmp_path)
     kept.save(memory(1))
     from fedx_pl.sites import memories as module
@@ -107,7 +107,7 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
 
 
 def test_a_coordinator_cannot_fill_the_disk_with_rounds(tmp_path: Path) -> None:
-    """It names no round to start from, or always the same one: that one is kept, and as many others as ever."""
+    """It names no round to start from, or always the same one, which is kept."""
     kept = Memories(tmp_path)
     for round in range(1, MAX_ROUNDS + 3):
         kept.save(memory(round))

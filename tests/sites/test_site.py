@@ -455,7 +455,7 @@ def test_a_panic_of_native_code_is_an_answer_and_its_traceback_is_in_a_log(
     log = site.state / "errors.log"
     assert "Traceback" in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    monkeypatch.setattr("fedx_pl.sites.site.MAX_LOG", 10)
+    monkeypatch.setattr("fedx_pl.sites.fault_log.MAX_LOG", 10)
     error(site, kind, content)
     assert log.stat().st_size < 40  # A coordinator cannot fill the disk with it.
 

@@ -36,8 +36,9 @@ from fedx_pl.trainer import FederatedTrainer
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
 MAX_PAUSE_SECONDS = 60.0  # The pause doubles with each fault in a row.
-# A site gives up only after it was refused for a while. A coordinator that has just started knows no keys yet, and one
-# that has not noticed that a site was killed refuses its second connection; it notices after 20 seconds.
+# A site gives up only after it was refused for a while. A coordinator that has just started knows
+# no keys yet, and one that has not noticed that a site was killed refuses its second connection; it
+# notices after 20 seconds.
 PATIENCE_SECONDS = 30.0
 
 
@@ -83,14 +84,16 @@ def _coordinate(options: argparse.Namespace) -> None:
         and len(known.sites.keys() | known.revoked.keys()) < config.federation.clients
     ):
         raise UserError(
-            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
-            f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
+            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} "
+            f"sites ({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl "
+            "federate keys --sites NAME"
         )
 
     def make_engine(trainer: FederatedTrainer) -> FlowerEngine:
         link = Link(trainer.folder / "flower", options.host, options.port, keys=known)
         trainer.note(
-            f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}"
+            "listening on "
+            f"{options.host}:{options.port}{'' if known else ', without TLS, for this machine'}"
         )
         images = trainer.datamodule.images
         try:
@@ -108,7 +111,8 @@ def _coordinate(options: argparse.Namespace) -> None:
             link.close()
             raise
         if known is not None:
-            # A site whose key was revoked is not waited for, and what it had sent until then does not count.
+            # A site whose key was revoked is not waited for, and what it had sent until then does
+            # not count.
             met = {name: when for name, when in known.revoked.items() if engine.book.knows(name)}
             engine.expected -= len(met.keys() - known.sites.keys())
             engine.book.expect(sorted(known.sites))
@@ -146,8 +150,8 @@ def _take_part(options: argparse.Namespace) -> None:
     ]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
-            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and site.* keys, e.g. "
-            f"run.device=cpu"
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and "
+            "site.* keys, e.g. run.device=cpu"
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
@@ -205,14 +209,15 @@ def _take_part(options: argparse.Namespace) -> None:
         _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
         if here.refusal:
             raise UserError(
-                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start this site again"
+                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start "
+                "this site again"
             )
         return
     say("left the federation; start the same command to join again")
 
 
 def coordinator_run(config: Config, report: Callable[[str], None], **settings: Any) -> Run:
-    """The coordinator's run: it trains no clients, and has labeled images only if the configuration names some.
+    """The coordinator's run. It trains no clients, and needs no labeled images.
 
     Args:
         config: the configuration of the run.
@@ -273,7 +278,7 @@ def _serve(
     say: Callable[[str], None],
     stay: bool,
 ) -> None:
-    """Answers messages until the federation has ended, and connects again when the connection is lost."""
+    """Answers messages until the federation has ended; reconnects when the connection is lost."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
     from fedx_pl.sites.seal import Trust
 
@@ -317,8 +322,9 @@ def _serve(
             refused_since = refused_since or time.monotonic()
             if time.monotonic() > refused_since + PATIENCE_SECONDS:
                 raise UserError(
-                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
-                    f"key in KEYS/server/sites, and see that this machine's clock is right"
+                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask "
+                    "there for this site's key in KEYS/server/sites, and see that this machine's "
+                    "clock is right"
                 ) from error
         except (KeyboardInterrupt, SystemExit, UserError):
             if node is not None:
@@ -348,7 +354,8 @@ def _require_address(address: str, insecure: bool) -> None:
     known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) and not has_controls(host)
     if not (known and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         raise UserError(
-            f"--server {short(repr(address))}: type HOST:PORT, e.g. --server coordinator.example.org:8000"
+            f"--server {short(repr(address))}: type HOST:PORT, e.g. --server "
+            "coordinator.example.org:8000"
         )
     if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(
@@ -363,5 +370,6 @@ def _require_own(state: Path) -> None:
     about = state.stat()
     if about.st_mode & 0o002 or os.geteuid() not in (0, about.st_uid):
         raise UserError(
-            f"--state {state} can be changed by other users; type chmod 700 {state}, or --state ANOTHER"
+            f"--state {state} can be changed by other users; type chmod 700 {state}, or --state "
+            "ANOTHER"
         )

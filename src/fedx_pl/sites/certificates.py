@@ -1,7 +1,7 @@
 """Makes and reads the keys and certificates of a federation.
 
-All keys are elliptic-curve keys on the curve P-384, in PEM files. Files may be anybody's: whatever is wrong with one is
-a `UserError` of one line that names it.
+All keys are elliptic-curve keys on the curve P-384, in PEM files. Files may be anybody's: whatever
+is wrong with one is a `UserError` of one line that names it.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ AUTHORITY = "fedx-pl federation"  # the CA's name
 MAX_FILE = 1_000_000  # bytes of a key or of certificates
 
 
-# --- private and public keys ------------------------------------------------------------------------------------------
+# --- private and public keys ----------------------------------------------------------------------
 
 
 def new_private() -> ec.EllipticCurvePrivateKey:
@@ -83,7 +83,8 @@ def read_public(file: Path) -> bytes:
         raise UserError(f"{file} is not a public key; remove it or put it right") from error
     if not isinstance(public, ec.EllipticCurvePublicKey) or not _is_ours(public):
         raise UserError(
-            f"{file} is not an elliptic-curve key (P-384); remove it, `fedx-pl federate keys` makes one"
+            f"{file} is not an elliptic-curve key (P-384); remove it, `fedx-pl federate keys` "
+            "makes one"
         )
     return public_bytes(public)
 
@@ -92,7 +93,7 @@ def _is_ours(key: ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) -> boo
     return isinstance(key.curve, ec.SECP384R1)
 
 
-# --- certificates -----------------------------------------------------------------------------------------------------
+# --- certificates ---------------------------------------------------------------------------------
 
 
 def authority_certificate(private: ec.EllipticCurvePrivateKey) -> x509.Certificate:
@@ -161,8 +162,8 @@ def general_name(host: str) -> x509.GeneralName:
         or re.fullmatch(r"[0-9.]+", host)
     ):
         raise UserError(
-            f"--host {short(host)} is not a host name or address; type the one by which sites reach this machine, "
-            f"e.g. --host coordinator.example.org"
+            f"--host {short(host)} is not a host name or address; type the one by which sites "
+            "reach this machine, e.g. --host coordinator.example.org"
         )
     return x509.DNSName(host)
 
@@ -202,8 +203,8 @@ def require_valid(file: Path, instead: str) -> None:
         )
     if now < certificate.not_valid_before_utc:
         raise UserError(
-            f"{file} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on; see that this machine's "
-            f"clock is right ({now:%Y-%m-%d %H:%M} UTC)"
+            f"{file} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on; see "
+            f"that this machine's clock is right ({now:%Y-%m-%d %H:%M} UTC)"
         )
 
 

@@ -1,11 +1,13 @@
 """The key folders of a federation: who may join, and how each side knows the other.
 
-    KEYS/ca.key, KEYS/ca.crt        make further certificates; keep ca.key offline
-    KEYS/server/                    for the coordinator: ca.crt, server.crt, server.key, sites/NAME.pub,
-                                    revoked/NAME.SHA.pub
-    KEYS/sites/NAME/                for one site: ca.crt, site.key, site.json (its name and the coordinator's address)
+    KEYS/ca.key, KEYS/ca.crt    make further certificates; keep ca.key offline
+    KEYS/server/                for the coordinator: ca.crt, server.crt, server.key,
+                                sites/NAME.pub, revoked/NAME.SHA.pub
+    KEYS/sites/NAME/            for one site: ca.crt, site.key, and site.json with its name and the
+                                coordinator's address
 
-A site knows the coordinator by a certificate of this CA; the coordinator knows a site by its public key.
+A site knows the coordinator by a certificate of this CA; the coordinator knows a site by its public
+key.
 """
 
 import glob
@@ -90,10 +92,12 @@ def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
         for old in (folder / "sites").glob("*/ca.crt"):
             write_atomically(old, certificate_pem(ca))
         lines.append(
-            f"{folder / 'ca.crt'}: was about to expire and is renewed; send it to every site, in place of its ca.crt"
+            f"{folder / 'ca.crt'}: was about to expire and is renewed; send it to every site, in "
+            "place of its ca.crt"
         )
     lines += [
-        f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys {folder / 'server'}"
+        f"{folder / 'server'}: for the coordinator ({host}); fedx-pl federate server ... --keys "
+        f"{folder / 'server'}"
     ]
     for name in sites:
         _site(folder, name, place, ca=ca)
@@ -129,8 +133,8 @@ def revoke(folder: Path, sites: Sequence[str]) -> list[str]:
         known[name].unlink()
         shutil.rmtree(folder / "sites" / name, ignore_errors=True)
         lines.append(
-            f"{name}: its key is revoked; start the coordinator's command again to resume without it. "
-            f"fedx-pl federate keys --sites {name} makes a new key"
+            f"{name}: its key is revoked; start the coordinator's command again to resume without "
+            f"it. fedx-pl federate keys --sites {name} makes a new key"
         )
     return lines
 
@@ -150,7 +154,8 @@ def require_site_name(source: str, name: str) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise UserError(
-            f"{source} {short(name)}: a site's name has letters, digits, dots and dashes, e.g. hospital-a"
+            f"{source} {short(name)}: a site's name has letters, digits, dots and dashes, e.g. "
+            "hospital-a"
         )
 
 
@@ -163,11 +168,12 @@ def load_site(folder: Path) -> SiteKeys:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if meant := _site_folders_near(folder):
             raise UserError(
-                f"--keys {folder} does not hold a site's keys; did you mean --keys {' or '.join(map(str, meant))}?"
+                f"--keys {folder} does not hold a site's keys; did you mean --keys "
+                f"{' or '.join(map(str, meant))}?"
             ) from error
         raise UserError(
-            f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes them on the "
-            f"coordinator, in KEYS/sites/NAME"
+            f"--keys {folder} does not hold a site's keys ({error}); `fedx-pl federate keys` makes "
+            "them on the coordinator, in KEYS/sites/NAME"
         ) from error
     private = read_private(folder / "site.key")
     require_valid(folder / "ca.crt", instead="ask the coordinator for its present ca.crt")
@@ -175,7 +181,7 @@ def load_site(folder: Path) -> SiteKeys:
 
 
 def _site_folders_near(folder: Path) -> list[Path]:
-    """Folders of sites' keys that may be meant: ``keys/sites/NAME`` for ``NAME``, or those in the folder."""
+    """Folders of sites' keys that may be meant: ``keys/sites/NAME``, or those in the folder."""
     name = glob.escape(folder.name)
     found = [
         *folder.glob("*/site.json"),
@@ -195,8 +201,8 @@ def load_server(folder: Path) -> ServerKeys:
     files = [folder / name for name in ("ca.crt", "server.crt", "server.key")]
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(
-            f"{missing[0]} is missing; type fedx-pl federate keys --host THIS_HOST --sites NAME,NAME, or --insecure "
-            f"to try things out on this machine"
+            f"{missing[0]} is missing; type fedx-pl federate keys --host THIS_HOST --sites "
+            "NAME,NAME, or --insecure to try things out on this machine"
         )
     ca, certificate, key = files
     renew = "type fedx-pl federate keys --sites NAME, with a site that is known: it renews it"
@@ -225,8 +231,8 @@ def load_server(folder: Path) -> ServerKeys:
             )
         if content in revoked:
             raise UserError(
-                f"{folder / 'sites' / name}.pub is a key that was revoked; remove it, then type fedx-pl federate keys "
-                f"--sites {name} for a new one"
+                f"{folder / 'sites' / name}.pub is a key that was revoked; remove it, then type "
+                f"fedx-pl federate keys --sites {name} for a new one"
             )
     when: dict[str, float] = {}
     for file in revoked.values():
@@ -259,8 +265,8 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     if any((folder / name).exists() for name in ("ca.crt", "server", "sites")):
         if not key_file.exists() or not certificate_file.exists():
             raise UserError(
-                f"{key_file} and {certificate_file.name} are needed to make further keys; put them back, or choose "
-                f"another --out"
+                f"{key_file} and {certificate_file.name} are needed to make further keys; put them "
+                "back, or choose another --out"
             )
         private, certificate = read_private(key_file), read_certificate(certificate_file)
         if not expires_soon(certificate):

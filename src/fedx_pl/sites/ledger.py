@@ -3,8 +3,9 @@
     STATE/ledger.json      how many answers left with which noise, and a checksum
     STATE/answers          how many answers left: a ledger that is older than it is not believed
 
-A coordinator chooses the name of a run, so a budget for each run would be no budget. An answer is recorded before it
-leaves. An answer whose noise is not known counts as one without noise, for which no budget is large enough.
+A coordinator chooses the name of a run, so a budget for each run would be no budget. An answer is
+recorded before it leaves. An answer whose noise is not known counts as one without noise, for which
+no budget is large enough.
 """
 
 import json
@@ -75,9 +76,9 @@ class Ledger:
         bare = answers.get(_UNKNOWN, 0) > (noise == _UNKNOWN)
         why = ", since earlier ones had no noise or their record is lost" if bare else ""
         raise UserError(
-            f"answer {sum(answers.values())} of this site would spend epsilon={spent:.2f} over all its runs{why}; it "
-            f"allows privacy.max_epsilon={own.max_epsilon:g}. A larger one allows more; for images that no answer was "
-            f"ever trained on, type --state ANOTHER"
+            f"answer {sum(answers.values())} of this site would spend epsilon={spent:.2f} over all "
+            f"its runs{why}; it allows privacy.max_epsilon={own.max_epsilon:g}. A larger one "
+            "allows more; for images that no answer was ever trained on, type --state ANOTHER"
         )
 
     def _read(self) -> dict[float, int]:
@@ -88,7 +89,8 @@ class Ledger:
                 raise ValueError("it does not match its checksum")
             return {float(noise): int(count) for noise, count in record["answers"].items()}
         except FileNotFoundError:
-            # Nothing if the site is new. Runs of a version that wrote no count may have left answers.
+            # Nothing if the site is new. Runs of a version that wrote no count may have left
+            # answers.
             runs = [folder for folder in self._state.glob("*") if (folder / "memory.json").exists()]
             return {_UNKNOWN: len(runs)} if runs else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -106,8 +108,8 @@ class Ledger:
 
     def _damaged(self, file: Path, error: Exception) -> UserError:
         return UserError(
-            f"{file} is damaged ({error}), and only it knows which answers have left this site; put it back "
-            f"from a backup. If they need not count any more, type --state ANOTHER"
+            f"{file} is damaged ({error}), and only it knows which answers have left this site; "
+            "put it back from a backup. If they need not count any more, type --state ANOTHER"
         )
 
 

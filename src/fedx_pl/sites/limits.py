@@ -1,4 +1,4 @@
-"""Limits of a site on what a coordinator may ask, checked before anything is decoded or allocated."""
+"""Limits on what a coordinator may ask of a site, checked before anything is allocated."""
 
 import os
 import shutil
@@ -19,7 +19,8 @@ from fedx_pl.federation.device import resolve_device
 from fedx_pl.files import size_of
 
 GB = 1e9
-# Copies of the weights that training needs at least: those received, those trained, and their gradients.
+# Copies of the weights that training needs at least: those received, those trained, and their
+# gradients.
 _COPIES = 3
 
 
@@ -73,7 +74,7 @@ def _require(key: str, asked: float, most: float, what: str) -> None:
 
 
 def _count(config: Config) -> int:
-    """How many files may be images of this site; 0 for data sets whose size a coordinator cannot choose."""
+    """How many files may be images of this site; 0 for data sets of a fixed image size."""
     root, data = root_folder(config.data), config.data
     folders = {
         "folder": [root],
@@ -86,8 +87,8 @@ def _count(config: Config) -> int:
 def _require_room(limits: SiteOptions, config: Config, count: int, state: Path | None) -> None:
     """Checks that decoded copies fit into what the site allows, and on the disk.
 
-    All copies in the cache count, and so does the private state of all runs: a coordinator that asks for one image size
-    after the other, or for one run after the other, must not fill the disk.
+    All copies in the cache count, and so does the private state of all runs: a coordinator that
+    asks for one image size after the other, or for one run after the other, must not fill the disk.
     """
     channels, side = 1 if config.data.grayscale else 3, config.data.image_size
     folder = cache_folder(config.data)
@@ -105,8 +106,8 @@ def _require_room(limits: SiteOptions, config: Config, count: int, state: Path |
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if needed > (free := shutil.disk_usage(place).free):
         raise UserError(
-            f"the coordinator asks for {needed / GB:,.1f} GB of decoded images, the disk of their folder has room for "
-            f"{free / GB:,.1f}; type data.cache=ANOTHER"
+            f"the coordinator asks for {needed / GB:,.1f} GB of decoded images, the disk of their "
+            f"folder has room for {free / GB:,.1f}; type data.cache=ANOTHER"
         )
 
 

@@ -19,8 +19,9 @@ MAX_ROUNDS = 8  # on disk, whatever a coordinator asks for
 class Memories:
     """Saves and loads private state, by round.
 
-    Which state a round starts from is the coordinator's decision: that of the last round in which it accepted this
-    site's update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
+    Which state a round starts from is the coordinator's decision: that of the last round in which
+    it accepted this site's update. So a round that is repeated, or an update that was lost or
+    dropped, leaves no trace.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,8 +32,8 @@ class Memories:
     def load(self, round_number: int) -> State | None:
         """The private tensors after a round, or None if they are not here.
 
-        Rounds that are much older are deleted. Some are kept, since a coordinator whose newest checkpoint is damaged
-        goes back by a round or two.
+        Rounds that are much older are deleted. Some are kept, since a coordinator whose newest
+        checkpoint is damaged goes back by a round or two.
         """
         records = self._records()
         for old in [number for number in records if number < round_number - KEPT_ROUNDS]:
@@ -48,7 +49,7 @@ class Memories:
         return parse_tensors(content)
 
     def save(self, memory: ClientMemory) -> None:
-        """Saves a client's private tensors, and deletes those that were not used for the longest time."""
+        """Saves a client's private tensors, and deletes the least recently used ones."""
         content = tensor_bytes(memory.tensors())
         write_atomically(self._path(memory.last_round), content, private=True)
         records = self._records()

@@ -1,8 +1,9 @@
 """A site's connection to the coordinator: receives messages and answers them.
 
-Flower's own SuperNode would load an app from the coordinator and run it here, in a new process for every message. A
-site speaks the same protocol through Flower's client classes, but runs nothing that comes over the wire, and keeps its
-model and images in one process. As in `link`, these modules of Flower are not documented.
+Flower's own SuperNode would load an app from the coordinator and run it here, in a new process for
+every message. A site speaks the same protocol through Flower's client classes, but runs nothing
+that comes over the wire, and keeps its model and images in one process. As in `link`, these modules
+of Flower are not documented.
 """
 
 import math
@@ -111,12 +112,13 @@ class Node:
 
         Args:
             server: HOST:PORT.
-            ca: certificates that vouch for the coordinator. None: no TLS, and this site registers its own key.
+            ca: certificates that vouch for the coordinator. None: no TLS, and this site registers
+                its own key.
             private: the site's key.
-            before: number of this site's last connection. The coordinator may not have noticed that it ended, and would
-                refuse a second one.
-            trust: checks the coordinator's signatures. Pass the same object to all connections of a site, so that a
-                message cannot be repeated.
+            before: number of this site's last connection. The coordinator may not have noticed that
+                it ended, and would refuse a second one.
+            trust: checks the coordinator's signatures. Pass the same object to all connections of a
+                site, so that a message cannot be repeated.
             max_bytes: the largest message that is read.
         """
         signed = [NodeAuthHttpInterceptor(private, private.public_key()), Signing(private)]
@@ -155,7 +157,8 @@ class Node:
     def next(self) -> Incoming | None:
         """The next message, if there is one.
 
-        A message that cannot be read is returned without its content, so that it is answered like any other.
+        A message that cannot be read is returned without its content, so that it is answered like
+        any other.
         """
         if self._lost:
             raise Unreachable("the coordinator has forgotten this site")
@@ -214,8 +217,8 @@ class Node:
     def _require_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise wire.BadMessage(
-                f"it has more than {self._max_bytes:,.0f} bytes, which is what this site reads; its memory limit is "
-                f"site.max_memory_gb"
+                f"it has more than {self._max_bytes:,.0f} bytes, which is what this site reads; "
+                "its memory limit is site.max_memory_gb"
             )
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
@@ -301,8 +304,8 @@ class Node:
 def _restrict(client: httpx.Client) -> None:
     """Limits what a response can make a site do.
 
-    Redirects would send requests to any address of the site's own network. A compressed response of a few kB may stand
-    for gigabytes.
+    Redirects would send requests to any address of the site's own network. A compressed response of
+    a few kB may stand for gigabytes.
     """
     client.follow_redirects = False
     client.headers["accept-encoding"] = "identity"

@@ -1,10 +1,10 @@
-"""What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
+"""A site: trains on its own images when the coordinator asks, and keeps its private state.
 
-STATE/ledger.json, answers             every answer that has left this site, see `Ledger`
-STATE/errors.log                       tracebacks
-STATE/.decoded-images/                 decoded copies of its images, if they are deleted at the end
-STATE/RUN/                             private state of one run, see `Memories`
-STATE/RUN/encoder/                     a run folder with the last weights, if the coordinator leaves them here
+STATE/ledger.json, answers     every answer that has left this site, see `Ledger`
+STATE/errors.log               tracebacks
+STATE/.decoded-images/         decoded copies of its images, if they are deleted at the end
+STATE/RUN/                     private state of one run, see `Memories`
+STATE/RUN/encoder/             a run folder with the last weights, if the coordinator leaves them
 """
 
 import json
@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,22 +33,24 @@ from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import make_private, private_file, write_atomically
+from fedx_pl.files import make_private, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
 from fedx_pl.sites import limits, wire
+from fedx_pl.sites.fault_log import log_fault
 from fedx_pl.sites.ledger import Ledger
 from fedx_pl.sites.memories import Memories
 from fedx_pl.sites.wire import BadMessage, Content
 
-# What a coordinator decides. Where the images are and on what the site trains is the site's own decision.
+# What a coordinator decides. Where the images are and on what the site trains is the site's own
+# decision.
 SHARED = (
-    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
+    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim",
+    "federation", "privacy",
 )  # fmt: skip
 HEALTH_IMAGES = 512
 OURS = ".fedx-pl"  # marks a folder that may be deleted
-MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep
 
 
 def offer(
@@ -102,8 +103,9 @@ class Site:
         Args:
             name: the name of this site.
             state: the folder for its private state.
-            own: the site's own overrides: ``data.root=...``, ``run.device=...``. With ``data.cache=FOLDER``
-                decoded copies of its images are kept, else `close` deletes them.
+            own: the site's own overrides: ``data.root=...``, ``run.device=...``. With
+                ``data.cache=FOLDER`` decoded copies of its images are kept, else `close` deletes
+                them.
             report: called with each line of output.
             allow_code: a method may be named by ``module:Class``; Python then imports the module.
         """
@@ -111,7 +113,8 @@ class Site:
         self.state = state
         self.report = report
         self.allow_code = allow_code
-        # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
+        # Not `auto`: without a GPU it would train on some of the site's images only, by the
+        # profile's data.limit.
         typed = configuration.compose(["data=folder", "profile=paper", *own])
         self.copies: Path | None = None
         if typed.data.cache in ("", NO_CACHE):
@@ -126,15 +129,15 @@ class Site:
         self._ready: tuple[str, dict[str, Any]] | None = None
 
     def close(self) -> None:
-        """Deletes decoded copies of images, unless the site's own overrides say where to keep them."""
+        """Deletes decoded copies of images, unless the site's overrides say where to keep them."""
         if self.copies is not None and (self.copies / OURS).exists():
             shutil.rmtree(self.copies, ignore_errors=True)
 
     def answer(self, kind: str, content: Content) -> Content | None:
         """The reply to a message. Errors are replies, too.
 
-        None for a request to train before a greeting. The coordinator will notice that this site has connected again,
-        greet it and repeat the request; an error would count against the site.
+        None for a request to train before a greeting. The coordinator will notice that this site
+        has connected again, greet it and repeat the request; an error would count against the site.
         """
         try:
             if kind == wire.HELLO:
@@ -155,7 +158,8 @@ class Site:
                 reason = "its images cannot be used; the site's own terminal tells more"
         except (KeyboardInterrupt, SystemExit):
             raise  # from the site's own user
-        # After a full disk or a GPU out of memory, another round may go well. A panic of native code is no `Exception`.
+        # After a full disk or a GPU out of memory, another round may go well. A panic of native
+        # code is no `Exception`.
         except BaseException as error:
             reason = f"{type(error).__name__}; the site's own terminal tells more"
             self.report_fault("failed at what the coordinator asks for", error)
@@ -168,18 +172,8 @@ class Site:
             what: what happened.
             error: why.
         """
-        log = self.state / "errors.log"
-        half = MAX_LOG // 2
-        trace = "".join(traceback.format_exception(error)).encode(errors="replace")[-half:]
-        try:
-            make_private(self.state)
-            mode = "ab" if log.exists() and log.stat().st_size < half else "wb"
-            with open(log, mode, opener=private_file) as file:
-                file.write(time.strftime("%Y-%m-%d %H:%M:%S\n").encode() + trace)
-            where = f"; {log} tells more"
-        except OSError as failure:
-            where = f"; {log} cannot be written ({failure.strerror})"
-        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}){where}")
+        where = log_fault(self.state / "errors.log", error)
+        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}); {where}")
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
         run, tree = wire.text(meta, "run"), meta.get("config")
@@ -207,15 +201,17 @@ class Site:
         if data.value_range and not config.data.value_range:
             # With a range of its own at each site, one value would mean different things.
             raise UserError(
-                "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
-                "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
+                "this site has images of more than 8 bits per value, and the coordinator has not "
+                "said which values are black and white; type data.value_range=[LOW,HIGH], e.g. "
+                "[0,4095], at the coordinator, or here"
             )
         shape = data.train.images.shape[1:]
         wanted = config.data.image_size, 1 if config.data.grayscale else 3
         if (shape[0], shape[2]) != wanted:
             raise UserError(
-                f"data={config.data.name} gives this site images of {shape[0]} pixels and {shape[2]} channels, the "
-                f"coordinator's have {wanted[0]} and {wanted[1]}; it is asked for data.image_size and data.grayscale"
+                f"data={config.data.name} gives this site images of {shape[0]} pixels and "
+                f"{shape[2]} channels, the coordinator's have {wanted[0]} and {wanted[1]}; it is "
+                "asked for data.image_size and data.grayscale"
             )
         self.rows = np.arange(len(data.train.images))
         self.run = build(
@@ -233,7 +229,8 @@ class Site:
         if limit := self.own.privacy.max_epsilon:
             spent = self.ledger.spent(self.own.privacy.delta)
             self.report(
-                f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far"
+                f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all "
+                "runs so far"
             )
 
     def _config(self, tree: dict[str, Any]) -> Config:
@@ -246,8 +243,8 @@ class Site:
         foreign = sorted(configuration.code_words(tree))
         if not isinstance(name, str) or (foreign and not self.allow_code):
             raise UserError(
-                f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if this site has that "
-                f"module and trusts it, start it with --allow-code"
+                f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if "
+                "this site has that module and trusts it, start it with --allow-code"
             )
         # OmegaConf would resolve references, e.g. to environment variables.
         if "${" in json.dumps(tree):
@@ -265,8 +262,9 @@ class Site:
         own = self.own.privacy
         if (own.clip and not 0 < asked.clip <= own.clip) or asked.noise < own.noise:
             raise UserError(
-                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more protection, the "
-                f"coordinator has privacy.clip={asked.clip:g} privacy.noise={asked.noise:g}"
+                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more "
+                f"protection, the coordinator has privacy.clip={asked.clip:g} "
+                f"privacy.noise={asked.noise:g}"
             )
 
     def _train(self, content: Content) -> Content:
@@ -298,18 +296,20 @@ class Site:
         self.memories.save(update.memory)
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(
-            f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen"
+            f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} "
+            "images seen"
         )
         return Content(self._about(update, metrics, found), update.state.tensors())
 
     def _tick(self) -> None:
         if time.monotonic() > self._until:
             raise UserError(
-                f"the round takes longer than this site allows, site.max_seconds={self.own.site.max_seconds:g}"
+                "the round takes longer than this site allows, "
+                f"site.max_seconds={self.own.site.max_seconds:g}"
             )
 
     def _end(self, content: Content) -> None:
-        """Takes the coordinator's last message. What fails here does not keep a site from ending."""
+        """Handles the coordinator's last message. A failure does not keep a site from ending."""
         outcome = wire.text(content.meta, "outcome")
         if outcome == wire.REFUSED:
             self.refusal = wire.text(content.meta, "reason")
@@ -370,7 +370,7 @@ class Site:
         return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
 
     def _about(self, update: Update, metrics: dict[str, float], found: bool) -> dict[str, Any]:
-        """The numbers that are sent with an update: of the losses only their means over the round."""
+        """The numbers that are sent with an update; of the losses, their means over the round."""
         means = update.losses.mean(dim=0).tolist()
         return {
             "site": self.name,
@@ -389,7 +389,8 @@ def _require_same(state: State, reference: State) -> None:
     """Raises `BadMessage` if the coordinator's weights do not fit this site's network."""
     if state.keys() != reference.keys():
         raise BadMessage(
-            f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one side"
+            f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one "
+            "side"
         )
     for name, tensor in reference.items():
         if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
