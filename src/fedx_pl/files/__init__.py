@@ -25,7 +25,7 @@ except ImportError:  # Not on Windows: there a folder is not locked.
 
 SEAL = "checksum"  # the key that `sealed` adds
 _ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,})")
-_LOCK = ".lock"
+LOCK = ".lock"  # in a folder that a process has for itself
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Not on Windows.
 _TRIES, _PAUSE = 10, 0.02  # seconds
 
@@ -254,7 +254,7 @@ def is_locked(folder: Path) -> bool:
     Those who ask do not see each other, and who starts to train meanwhile waits for the answer.
     """
     try:
-        handle = os.open(folder / _LOCK, os.O_RDONLY | _NO_LINK)
+        handle = os.open(folder / LOCK, os.O_RDONLY | _NO_LINK)
     except OSError:
         return False
     try:
@@ -275,7 +275,7 @@ def lock(folder: Path) -> IO[str]:
     Raises:
         UserError: another process holds it.
     """
-    file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
+    file = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
     for tries_left in reversed(range(_TRIES)):
         try:
             if fcntl is not None:
