@@ -1,5 +1,8 @@
 """Mistakes in ``fedx-pl federate``: exit code 2, and what to type instead."""
 
+import json
+import os
+import signal
 from pathlib import Path
 
 import federation_parts as parts
@@ -72,13 +75,14 @@ def test_a_coordinator_says_how_far_it_trusts_its_sites(capsys: pytest.CaptureFi
     """The default is to clip; what is typed wins."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
-    assert (
-        "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
-    )
+    assert "aggregate=clip: updates are clipped to the usual length\n" in out
+    assert "aggregate.max_share=0.5: no site counts for more than 50% of a round's images\n" in out
+    assert max(map(len, out.splitlines())) <= 80
     words = ["aggregate=mean", "aggregate.max_share=0.9", "--clients", "3"]
     assert main(["federate", "server", *parts.WORDS, *words]) == 2
     out = capsys.readouterr().out
-    assert "aggregate=mean (a site that lies may ruin the model), aggregate.max_share=0.9" in out
+    assert "aggregate=mean: a site that lies may ruin the model\n" in out
+    assert "aggregate.max_share=0.9: no site" in out
 
 
 @pytest.mark.usefixtures("place")
@@ -122,6 +126,8 @@ def test_mistakes_of_a_site_are_named(capsys: pytest.CaptureFixture[str]) -> Non
         "host:99999",
         "https://host:8000",
         "host:²",
+        "host:٨٠",
+        f"host:{'9' * 5000}",
         "::1:8000",
         "a b:80",
     ):
@@ -137,6 +143,69 @@ def test_a_site_runs_once(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     with lock(place / "fedx-site-a"):
         error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
     assert "this site runs already: another process uses --state fedx-site-a" in error
+
+
+def test_the_coordinator_s_address_has_no_control_characters(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes with the keys, from the coordinator."""
+    about = {"name": "a", "server": "host\x1b[2J:8000"}
+    (place / "keys" / "sites" / "a" / "site.json").write_text(json.dumps(about))
+    error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
+    assert "type HOST:PORT" in error
+    assert "\x1b" not in error
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
+def test_a_state_folder_that_others_can_change_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could put links there, to files that this user may write."""
+    (place / "fedx-site-a").mkdir()
+    (place / "fedx-site-a").chmod(0o777)
+    error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
+    assert "--state fedx-site-a can be changed by other users; type chmod 700 fedx-site-a" in error
+    assert not list((place / "fedx-site-a").iterdir())
+
+
+def test_a_folder_whose_name_cannot_be_a_site_s_needs_another(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "images" / "a").rename(place / "images" / "\x1b[2J")
+    (place / "images" / "a").symlink_to("\x1b[2J")
+    words = ["--insecure", "--server", "127.0.0.1:1"]
+    error = mistake(capsys, "client", "--data", "images/a", *words)
+    assert "its name cannot be a site's; type --name hospital-a" in error
+
+
+def test_the_first_lines_of_a_site_fit_a_terminal(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "_serve", lambda *_, **__: None)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+    assert main(["federate", "client", "--data", "images/a", "--keys", "keys/sites/a"]) == 0
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "site a, coordinator localhost:8000",
+        "images: images/a",
+        "private state: fedx-site-a",
+        "decoded copies of the images: fedx-site-a/.decoded-images",
+        "these copies are deleted at the end; data.cache=FOLDER keeps them",
+    ]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_is_closed_ends_a_site_as_ctrl_c_does(
+    place: Path, monkeypatch: pytest.MonkeyPatch, before: signal.Handlers
+) -> None:
+    """So its decoded copies are deleted; after `nohup` the signal is ignored as before."""
+    caught: set[int] = set()
+    monkeypatch.setattr(commands, "_serve", lambda *_, **__: None)
+    monkeypatch.setattr(commands.signal, "getsignal", lambda _: before)
+    monkeypatch.setattr(commands.signal, "signal", lambda number, _: caught.add(number))
+    assert main(["federate", "client", "--data", "images/a", "--keys", "keys/sites/a"]) == 0
+    assert caught == ({signal.SIGTERM, signal.SIGHUP} if before == signal.SIG_DFL else set())
 
 
 def test_a_bad_number_of_a_connection_is_ignored(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from flwr.proto.node_pb2 import Node
 
 from fedx_pl.errors import UserError
 from fedx_pl.sites import superlink
-from fedx_pl.sites.keys import public_pem
+from fedx_pl.sites.certificates import public_pem
 from fedx_pl.sites.superlink import CALLS, FLEET, Door, Guard, Held, Ledger, Listener, listen
 
 ELSEWHERE, HERE = ("203.0.113.9", 5000), ("127.0.0.1", 5000)

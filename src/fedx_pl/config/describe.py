@@ -51,9 +51,9 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
             "mean": "a site that lies may ruin the model",
             "clip": "updates are clipped to the usual length",
         }
+        lines.append(f"aggregate={rule}{f': {known[rule]}' if rule in known else ''}")
         lines.append(
-            f"aggregate={rule}{f' ({known[rule]})' if rule in known else ''}, aggregate.max_share={share:g} (no site "
-            f"counts for more than {share:.0%} of a round's images)"
+            f"aggregate.max_share={share:g}: no site counts for more than {share:.0%} of a round's images"
         )
     return "\n".join(lines)
 

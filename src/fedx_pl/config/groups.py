@@ -70,7 +70,9 @@ class SiteOptions(Options):
     """What a coordinator may ask of a site; keys of `fedx-pl federate client`."""
 
     max_side: int = option(4096, "federate client: pixels on a side of an image", at_least=0)
-    max_cache_gb: float = option(1000.0, "federate client: size of decoded images", at_least=0)
+    max_cache_gb: float = option(
+        1000.0, "federate client: on disk, decoded images and private state", at_least=0
+    )
     max_memory_gb: float = option(
         0.0,
         "federate client: of training, by an estimate; 0: what the device has",

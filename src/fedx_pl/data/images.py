@@ -6,8 +6,11 @@ import atexit
 import math
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,13 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from fedx_pl.errors import UserError
+from fedx_pl.files import LOCK, lock
 from fedx_pl.options import OptionError, Options, option
 from fedx_pl.printing import byte_size
 
 try:
+    import fcntl
     import resource
 except ImportError:  # Not on Windows.
-    resource = None  # type: ignore[assignment]
+    fcntl = resource = None  # type: ignore[assignment]
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process ends
@@ -150,14 +155,41 @@ def _memory() -> float:
     return min([there, *(limit for limit in limits if limit >= 0)])
 
 
+_TEMPORARY = "fedx-pl-images-"  # how names of folders for decoded copies begin that are not kept
+_NEW_SECONDS = 60.0  # A folder that was just made may not be locked yet.
+
+
 @cache
 def _temporary_folder() -> Path:
-    """A folder for this user alone, one for the process, which is deleted when it ends."""
-    folder, owner = tempfile.mkdtemp(prefix="fedx-pl-images-"), os.getpid()
-    atexit.register(
-        lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None
-    )
-    return Path(folder)
+    """A private folder of this process, deleted when it ends, or by the next one if it was killed."""
+    _delete_left_behind()
+    folder, owner = Path(tempfile.mkdtemp(prefix=_TEMPORARY)), os.getpid()
+    held = lock(folder)  # for as long as this process lives
+
+    def delete() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+            held.close()
+
+    atexit.register(delete)
+    return folder
+
+
+def _delete_left_behind() -> None:
+    """Deletes decoded copies of this user's processes that were killed."""
+    if fcntl is None:
+        return
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        # An error is a process that still lives, a folder of another user, or one that another
+        # process deletes just now.
+        with suppress(OSError):
+            about = folder.lstat()
+            new = time.time() - about.st_mtime < _NEW_SECONDS
+            if new or not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+                continue
+            with open(folder / LOCK, "rb") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)

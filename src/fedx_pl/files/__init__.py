@@ -25,7 +25,7 @@ except ImportError:  # Not on Windows, where folders are not locked.
 
 SEAL = "checksum"  # key that `sealed` adds
 _ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,})")
-_LOCK = ".lock"
+LOCK = ".lock"  # in a folder that a process has for itself
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Not on Windows.
 _LOCK_ATTEMPTS = 10
 _LOCK_PAUSE = 0.02  # seconds
@@ -238,7 +238,7 @@ def is_locked(folder: Path) -> bool:
     The check takes a shared lock for a moment, for which `lock` waits.
     """
     try:
-        handle = os.open(folder / _LOCK, os.O_RDONLY | _NO_LINK)
+        handle = os.open(folder / LOCK, os.O_RDONLY | _NO_LINK)
     except OSError:
         return False
     try:
@@ -259,7 +259,7 @@ def lock(folder: Path) -> IO[str]:
     Raises:
         UserError: another process holds it.
     """
-    file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
+    file = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
     for tries_left in reversed(range(_LOCK_ATTEMPTS)):
         try:
             if fcntl is not None:

@@ -340,6 +340,8 @@ class FlowerEngine(Engine):
         finished = trainer.should_stop or trainer.current_round >= trainer.max_rounds
         outcome = wire.FINISHED if finished else wire.STOPPED
         meta = {"run": self.book.run, "outcome": outcome, "round": trainer.current_round}
+        if finished and self.leave_encoder:  # A site that was just started has not been greeted.
+            meta["config"] = self.offer
         content = Content(
             meta, trainer.global_state.tensors() if finished and self.leave_encoder else {}
         )

@@ -432,7 +432,7 @@ def _reply(asked: str, coming: Coming, sent: "Size") -> Reply:
         most = Size(
             2 * sent.names + 2**16, 2 * sent.tensors + 2**20
         )  # The answer is about as large as the question.
-        _require_small(coming.there, most.tensors)
+        require_small(coming.there, most.tensors)
         message: Any = inflate_object_from_contents(coming.message, coming.there)
         if message.has_error():
             known = message.error.code in (
@@ -453,8 +453,11 @@ def _reply(asked: str, coming: Coming, sent: "Size") -> Reply:
         return Reply(asked, None, f"it cannot be read ({type(error).__name__})")
 
 
-def _require_small(parts: dict[str, bytes], most: int) -> None:
-    """An array names its parts by number, one as often as it likes: a small answer could stand for terabytes."""
+def require_small(parts: dict[str, bytes], most: float) -> None:
+    """Raises `BadMessage` if the parts of a message stand for more bytes of tensors than ``most``.
+
+    An array names its parts by number, one as often as it likes: a small message could stand for terabytes.
+    """
     from flwr.app import Array
     from flwr.supercore.inflatable.inflatable_object import (
         get_object_body,
@@ -472,7 +475,7 @@ def _require_small(parts: dict[str, bytes], most: int) -> None:
                 for at in json.loads(get_object_body(content, Array))["arraychunk_ids"]
             )
     if total > most:
-        raise wire.BadMessage(f"it has {total:,} bytes of tensors, {most:,} are allowed")
+        raise wire.BadMessage(f"it has {total:,} bytes of tensors, {most:,.0f} are allowed")
 
 
 class Size(NamedTuple):

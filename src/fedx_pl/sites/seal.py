@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedx_pl.sites.keys import AUTHORITY, ServerKeys, public_pem, read_private
+from fedx_pl.sites.certificates import AUTHORITY, public_pem, read_private
+from fedx_pl.sites.keys import ServerKeys
 from fedx_pl.sites.wire import BadMessage
 
 _SCHEME = ec.ECDSA(hashes.SHA384())
