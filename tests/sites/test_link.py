@@ -1,5 +1,7 @@
 """A real SuperLink with TLS and keys, and sites at it: who is let in, and what broken or made-up answers do."""
 
+import base64
+import itertools
 import json
 import os
 import resource
@@ -550,6 +552,68 @@ def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], 
         double("2" * 64, before="1" * 64)
 
 
+def test_a_tree_that_doubles_within_itself_is_refused(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
+    """As before, in one answer: whoever asked for it would be sent 512 parts, and 2^80 of a larger network."""
+    from flwr.proto.message_pb2 import ObjectTree
+
+    site, run = join("b"), coordinator._grid.run.run_id
+    asked = coordinator.send(site.node.number, wire.HELLO, HELLO, 600)
+    site.next()
+    identifiers = [f"{level:064x}" for level in range(1, 10)]
+    levels = [
+        ObjectTree(object_id=name, children=[ObjectTree(object_id=before)] * 2)
+        for before, name in itertools.pairwise(identifiers)
+    ]
+    with pytest.raises(Refused, match="parts that are known with other parts"):
+        push(
+            site,
+            ObjectTree(object_id="f" * 64, children=levels),
+            run_id=run,
+            reply_to_message_id=asked,
+        )
+
+
+def test_what_a_site_never_reads_does_not_stay_in_memory(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
+    """Five rounds of weights that it leaves where they are: the first are gone."""
+    from flwr.proto.message_pb2 import PullObjectRequest
+
+    site, client = join("a"), coordinator._grid._runtime_client
+    where = {"node": coordinator._grid.node, "run_id": coordinator._grid.run.run_id}
+    sent = [
+        coordinator.send(site.node.number, wire.TRAIN, Content({}, {"w": torch.full((9,), i)}), 600)
+        for i in map(float, range(5))
+    ]
+    found = [client.PullObject(PullObjectRequest(object_id=one, **where)) for one in sent]
+    assert [one.object_found for one in found] == [False, True, True, True, True]
+    for number in map(float, range(1, 5)):  # The others are there, and read now.
+        incoming = site.next()
+        assert incoming.content is not None
+        assert incoming.content.tensors["w"][0] == number
+
+
+def test_a_body_without_a_length_is_cut_off(coordinator: Link, made: Path, port: int) -> None:
+    """Chunked, and signed as it should be: Content-Length does not count beside it."""
+    from cryptography.hazmat.primitives import hashes
+
+    from fedx_pl.sites import superlink
+
+    path, body = "/v1/fleet/pull-messages", bytes(superlink.CALLS["pull-messages"] + 1)
+    private = keys.load_site(made / "sites" / "a").private
+    signed = superlink.sign(path, body, lambda text: private.sign(text, ec.ECDSA(hashes.SHA384())))
+    public = base64.b64encode(keys.public_pem(private)).decode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n"
+        f"flwr-public-key: {public}\r\nx-fedx-signed: {signed}\r\n\r\n"
+    )
+    with half_request(port, head) as caller:
+        caller.sendall(f"{len(body):x}\r\n".encode() + body + b"\r\n")  # And no end.
+        assert caller.recv(100).startswith(b"HTTP/1.1 413")
+
+
 def test_an_answer_with_more_tensors_than_the_network_is_not_read(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -752,6 +816,7 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(
     """Last, as nobody can use it afterwards."""
     os.kill(coordinator._process.pid, signal.SIGKILL)
     coordinator._process.wait(timeout=120)
+    coordinator._grid._retry_invoker.wait_function = lambda _: pytest.fail("it waits for the dead")
     for call in (
         coordinator.sites,
         lambda: list(coordinator.receive(["x"])),

@@ -183,6 +183,25 @@ def test_clocks_may_differ_by_a_minute(
     assert caller.knock(PULL, headers) == status
 
 
+def test_a_body_is_as_long_as_its_call_allows_whatever_its_head_says() -> None:
+    """A chunked body has no length: Content-Length does not count beside it."""
+    caller = Caller()
+    body = bytes(CALLS["pull-messages"] + 1)
+    headers = caller.headers(PULL, body) | {"content-length": "1", "transfer-encoding": "chunked"}
+    assert caller.knock(PULL, headers, body) == 413
+    assert not caller.reached
+
+
+@pytest.mark.parametrize("name", ["flwr-public-key", "flwr-signature", "x-fedx-signed"])
+def test_who_calls_is_said_once(name: str) -> None:
+    """Flower reads the first of two: one key could pass the door, and another be the site to Flower."""
+    caller, victim = Caller(), Caller()
+    first = {name.upper(): victim.headers(PULL).get(name, "x")}
+    second = {"flwr-signature": "y"} | caller.headers(PULL)
+    assert caller.knock(PULL, first | second) == 400
+    assert not caller.reached
+
+
 def test_only_the_kind_of_key_that_we_make() -> None:
     caller = Caller(curve=ec.SECP256R1())
     assert caller.ask("pull-messages") == 401
@@ -276,6 +295,31 @@ def test_a_site_fetches_and_confirms_its_own_messages(asked: Caller) -> None:
         assert asked.ask("confirm-message-received", request) == status
 
 
+def test_a_part_is_the_same_wherever_an_answer_names_it(asked: Caller) -> None:
+    """`d1` is two parts where it is first named, and `d2` two of `d1`: with each level the parts would double."""
+    levels = [tree("d1", tree("d0"), tree("d0"))]
+    levels += [tree(f"d{n}", tree(f"d{n - 1}"), tree(f"d{n - 1}")) for n in range(2, 6)]
+    assert asked.ask("push-messages", answer(parts_of=tree("answer", *levels))) == 400
+    assert asked.ask("push-messages", answer(parts_of=tree("answer", tree("answer")))) == 400
+    twice = tree("answer", levels[0], levels[0])
+    assert asked.ask("push-messages", answer(parts_of=twice)) == 200
+
+
+def test_a_message_is_answered_once(asked: Caller) -> None:
+    assert asked.ask("push-messages", answer()) == 200
+    assert asked.ask("push-messages", answer()) == 410
+
+
+def test_what_a_site_left_behind_goes_with_its_message(asked: Caller) -> None:
+    """Unread messages and half-uploaded answers would otherwise fill the memory, one with each round."""
+    deleted: list[str] = []
+    asked.ledger.delete = deleted.append
+    assert asked.ask("push-messages", answer()) == 200
+    for number in range(superlink.REMEMBERED + 1):
+        asked.ledger.note(SITE, str(number), [])
+    assert deleted == ["question", "answer", "0"]
+
+
 def test_what_cannot_be_read_is_refused(asked: Caller) -> None:
     path = FLEET + "push-messages"
     assert asked.knock(path, asked.headers(path, b"\xff"), b"\xff") == 400
@@ -312,6 +356,11 @@ def guarded(**bounds: int) -> Iterator[tuple[Guard, Callable[[], tuple[socket.so
             one.close()
 
 
+def ends_of(caller: socket.socket) -> dict[str, Any]:
+    """What a request says of its connection."""
+    return {"client": caller.getsockname(), "server": caller.getpeername()}
+
+
 def is_open(held: Held) -> bool:
     held.setblocking(False)
     try:
@@ -332,10 +381,21 @@ def test_who_waits_longest_makes_place() -> None:
 def test_who_has_signed_stays() -> None:
     with guarded(each=2) as (guard, connect):
         (first, one), (_, two) = connect(), connect()
-        guard.signed(first.getsockname(), busy=True)
-        guard.signed(first.getsockname(), busy=False)
+        guard.signed(ends_of(first), busy=True)
+        guard.signed(ends_of(first), busy=False)
         connect()
         assert (is_open(one), is_open(two)) == (True, False)
+
+
+def test_connections_of_one_port_to_two_addresses_are_two() -> None:
+    """On this machine: the first would be forgotten, and stay open for ever."""
+    with guarded(each=2) as (guard, connect), socket.create_server(("127.0.0.2", 0)) as other:
+        _, one = connect()
+        held = Held(fileno=socket.create_connection(other.getsockname(), timeout=PATIENCE).detach())
+        with held:
+            guard.admit(held, one.getpeername())
+            connect()
+            assert (is_open(one), is_open(held)) == (False, True)
 
 
 def test_there_is_an_end_to_connections() -> None:
@@ -349,13 +409,13 @@ def test_there_is_an_end_to_connections() -> None:
 def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded() as (guard, connect):
         (first, one), (_, two) = connect(), connect()
-        guard.signed(first.getsockname(), busy=True)
+        guard.signed(ends_of(first), busy=True)
         guard.sweep()
         assert is_open(two)
         monkeypatch.setattr(superlink, "HEAD_SECONDS", -1.0)
         guard.sweep()
         assert (is_open(one), is_open(two)) == (True, False)
-        guard.signed(first.getsockname(), busy=False)
+        guard.signed(ends_of(first), busy=False)
         guard.sweep()
         assert not is_open(one)
 

@@ -196,11 +196,12 @@ class Link:
     @contextmanager
     def _answering(self) -> Iterator[None]:
         import httpx
+        from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
         from flwr.supercore.run import RunNotRunningException
 
         try:
             yield
-        except (httpx.HTTPError, RunNotRunningException) as error:
+        except (httpx.HTTPError, RunNotRunningException, ObjectPushError) as error:
             raise UserError(
                 f"Flower's SuperLink does not answer any more ({error}); {self._log.name} tells why. The same command "
                 f"goes on after the last finished round"
@@ -332,7 +333,11 @@ class Link:
         )
         executor.close()
         grid = HttpGrid(_NOBODY, True, None, token=task.token)
-        grid._retry_invoker.max_time = PATIENCE_SECONDS  # Flower would try for ever.
+        retries = grid._retry_invoker
+        retries.max_time = PATIENCE_SECONDS  # Flower would try for ever.
+        given_up = retries.should_giveup
+        # A process that has ended never answers.
+        retries.should_giveup = lambda error: self._process.poll() is not None or given_up(error)
         self._inside(grid._runtime_client)
         given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id

@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 FLEET = "/v1/fleet/"
 SIGNED = (
@@ -40,9 +41,7 @@ CALLS = {
     "pull-messages": SMALL, "pull-object": SMALL, "confirm-message-received": SMALL,
     "push-messages": 2**20, "push-object": PART + SMALL,
 }  # fmt: skip
-REMEMBERED = (
-    8  # messages to a site that it may still answer; the coordinator never waits for more than two
-)
+REMEMBERED = 4  # messages to a site that it may still answer; the coordinator waits for two at most
 AT_ONCE = 16  # requests of one site; Flower's client makes four at most
 BACKLOG = 16
 OWN_DESCRIPTORS = 64
@@ -57,26 +56,36 @@ class NotLetIn(Exception):
         self.status = status
 
 
-class Sent(NamedTuple):
-    """A message of the coordinator."""
+@dataclass(kw_only=True)
+class Sent:
+    """A message of the coordinator, and the answer that its site has announced."""
 
     message: str
     parts: frozenset[str]
+    answer: str = ""
 
 
 class Ledger:
-    """What the coordinator has sent to each site: only that may be fetched and answered."""
+    """The last messages to each site: only they may be fetched and answered.
+
+    What a site leaves behind, unread or half uploaded, is deleted with the message it belongs to.
+    """
 
     def __init__(self) -> None:
+        """Starts without messages."""
+        self.delete: Callable[[str], None] = lambda identifier: None  # of Flower's object store
         self._sent: dict[int, deque[Sent]] = {}
         self._lock = threading.Lock()  # The coordinator's requests have a thread of their own.
 
     def note(self, node: int, message: str, parts: Iterable[str]) -> None:
-        """Takes note of a message to a site."""
+        """Takes note of a message to a site, and forgets one that is too old to be answered."""
         with self._lock:
-            self._sent.setdefault(node, deque(maxlen=REMEMBERED)).append(
-                Sent(message, frozenset(parts))
-            )
+            sent = self._sent.setdefault(node, deque())
+            sent.append(Sent(message=message, parts=frozenset(parts)))
+            old = sent.popleft() if len(sent) > REMEMBERED else None
+        if old is not None:
+            for identifier in filter(None, (old.message, old.answer)):
+                self.delete(identifier)
 
     def sent(self, node: int) -> list[Sent]:
         """The last messages to a site."""
@@ -88,7 +97,7 @@ class Held(socket.socket):
     """A connection that counts until it is closed."""
 
     guard: "Guard"
-    place: tuple[str, int]
+    ends: tuple[Any, ...]
     waiting: float | None = None  # since when there has been no signed request
     served: bool = False
 
@@ -115,14 +124,15 @@ class Guard:
             each: of one address that wait for a signed request.
         """
         self.most, self.each = most, each
-        self._held: dict[tuple[str, int], Held] = {}
+        # By both ends: one caller may use one port of his for several addresses of this machine.
+        self._held: dict[tuple[Any, ...], Held] = {}
         self._lock = threading.RLock()
 
     def admit(self, held: Held, place: tuple[Any, ...]) -> None:
         """Takes note of a new connection; raises BlockingIOError if there is no place for it."""
         with self._lock:
             waiting = [one for one in self._held.values() if one.waiting is not None]
-            same = [one for one in waiting if one.place[0] == place[0]]
+            same = [one for one in waiting if one.ends[0] == place[0]]
             if len(same) >= self.each or len(self._held) >= self.most:
                 candidates = same if len(same) >= self.each else waiting
                 # Who has sent a signed request before may well send another one.
@@ -131,19 +141,23 @@ class Guard:
             if len(self._held) >= self.most + BACKLOG:  # Those that were cut are not gone yet.
                 socket.socket.close(held)
                 raise BlockingIOError
-            held.guard, held.place, held.waiting = self, (place[0], place[1]), time.monotonic()
-            self._held[held.place] = held
+            held.guard, held.waiting = self, time.monotonic()
+            held.ends = _ends(place, held.getsockname())
+            self._held[held.ends] = held
 
     def forget(self, held: Held) -> None:
         """It is closed."""
         with self._lock:
-            if self._held.get(held.place) is held:
-                del self._held[held.place]
+            if self._held.get(held.ends) is held:
+                del self._held[held.ends]
 
-    def signed(self, client: tuple[str, int] | None, *, busy: bool) -> None:
+    def signed(self, scope: Mapping[str, Any], *, busy: bool) -> None:
         """A signed request has come, or has been answered: a new time begins."""
+        client, server = scope.get("client"), scope.get("server")
+        if client is None or server is None:
+            return
         with self._lock:
-            if client is not None and (held := self._held.get((client[0], client[1]))) is not None:
+            if (held := self._held.get(_ends(client, server))) is not None:
                 held.served = True
                 held.waiting = None if busy else time.monotonic()
 
@@ -154,6 +168,11 @@ class Guard:
             for held in list(self._held.values()):
                 if held.waiting is not None and held.waiting < late:
                     held.cut()
+
+
+def _ends(caller: Any, here: Any) -> tuple[Any, ...]:
+    """A connection's addresses and ports; IPv6 has further numbers beside them."""
+    return (*caller[:2], *here[:2])
 
 
 class Listener(socket.socket):
@@ -210,7 +229,7 @@ class Door:
             if scope["type"] != "http":
                 raise NotLetIn(403, "HTTP only")
             call = self._call(scope)
-            headers = {name.lower(): value for name, value in scope["headers"]}
+            headers = _headers(scope)
             public, digest = self._signed(scope["path"], headers)
             length = headers.get(b"content-length", b"")
             if not length.isdigit():
@@ -222,10 +241,10 @@ class Door:
         except NotLetIn as refused:
             await _refuse(send, refused)
             return
-        self.guard.signed(scope.get("client"), busy=True)
+        self.guard.signed(scope, busy=True)
         self._busy[public] += 1
         try:
-            body = await _body(receive)
+            body = await _body(receive, CALLS[call])
             if hashlib.sha256(body).hexdigest() != digest:
                 raise NotLetIn(401, "the body is not the one that was signed")
             # One at a time: what is looked up for one is not changed by another.
@@ -236,7 +255,7 @@ class Door:
             await _refuse(send, refused)
         finally:
             self._busy[public] -= 1
-            self.guard.signed(scope.get("client"), busy=False)
+            self.guard.signed(scope, busy=False)
 
     def _call(self, scope: dict[str, Any]) -> str:
         path = scope["path"]
@@ -323,6 +342,8 @@ class Door:
             raise NotLetIn(403, "a message in the name of another")
         if (asked := sent.get(about.reply_to_message_id)) is None:
             raise NotLetIn(410, "an answer to nothing that this site was sent")
+        if asked.answer:
+            raise NotLetIn(410, "an answer has been announced before")
         if about.message_id != tree.object_id:
             raise NotLetIn(400, "another message than its parts")
         most = (
@@ -330,14 +351,23 @@ class Door:
         )  # An answer is about as large as the question: both are the weights.
         if _count(tree, most) > most:
             raise NotLetIn(413, f"an answer of more than {most} parts")
-        if not self._agrees(tree):
+        if not self._agrees(tree, {}):
             raise NotLetIn(400, "parts that are known with other parts")
+        asked.answer = tree.object_id
 
-    def _agrees(self, tree: Any) -> bool:
-        """Whether what is stored of a tree is what it says: else a small one would stand for a huge one."""
-        if (known := self.tree_of(tree.object_id)) is not None:
+    def _agrees(self, tree: Any, seen: dict[str, Any]) -> bool:
+        """Whether a part is the same wherever it is named: else a small tree would stand for a huge one.
+
+        Args:
+            tree: of an answer, or a part of it.
+            seen: parts of the answer so far, by their identifiers.
+        """
+        known = self.tree_of(tree.object_id)
+        if known is None:
+            known = seen.setdefault(tree.object_id, tree)
+        if known is not tree:
             return bool(known == tree)
-        return all(self._agrees(child) for child in tree.children)
+        return all(self._agrees(child, seen) for child in tree.children)
 
 
 class Noting:
@@ -419,6 +449,7 @@ def main() -> None:
     config = _parse_superlink_lifespan_config()
     app = create_app(config, SuperLinkLifespan)
     store = app.state.linkstate_factory.state().object_store
+    ledger.delete = store.delete
 
     def tree_of(identifier: str) -> Any:
         try:
@@ -488,17 +519,33 @@ def _count(tree: Any, most: int) -> int:
     return count
 
 
-async def _body(receive: Any) -> bytes:
-    parts = []
+def _headers(scope: Mapping[str, Any]) -> dict[bytes, bytes]:
+    """The headers of a request by name.
+
+    Flower reads the first of several with one name, and the door must look at the same one.
+    """
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if (key := name.lower()) in found and key.startswith((b"flwr-", SIGNED.encode())):
+            raise NotLetIn(400, f"{key.decode()} comes twice")
+        found.setdefault(key, value)
+    return found
+
+
+async def _body(receive: Any, most: float = inf) -> bytes:
+    """Reads a body. A chunked one may be longer than its Content-Length, which then means nothing."""
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             while True:
                 event = await receive()
                 if event["type"] != "http.request":
                     raise NotLetIn(400, "the body broke off")
-                parts.append(event.get("body", b""))
+                body += event.get("body", b"")
+                if len(body) > most:
+                    raise NotLetIn(413, f"a body of more than {most:.0f} bytes")
                 if not event.get("more_body"):
-                    return b"".join(parts)
+                    return bytes(body)
     except TimeoutError as error:
         raise NotLetIn(408, f"the body took more than {BODY_SECONDS:.0f} s") from error
 
