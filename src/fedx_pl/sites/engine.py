@@ -246,8 +246,10 @@ class FlowerEngine(Engine):
                 )
             elif since is None or (one.gone and since == one.guest.since):
                 one.gone = one.gone or now
-                if now > one.gone + GRACE_SECONDS:
+                if now > one.gone + GRACE_SECONDS and since is None:
                     yield self._lose(asked, message, wire.GONE)
+                elif now > one.gone + GRACE_SECONDS:  # It never left: that is its own doing.
+                    yield self._lose(asked, message, "its answer never came whole", fault=True)
             elif since != one.guest.since:
                 self._greet()  # It has restarted, and must be told the run again.
                 if (guest := self.guests.get(one.guest.name)) is not None:
