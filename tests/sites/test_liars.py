@@ -156,6 +156,15 @@ def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(
     assert trainer.alarms == []
 
 
+def test_a_collapse_that_only_one_site_measures_stops_nobody(tmp_path: Path) -> None:
+    """The others tell no measure, so that there is nobody to disagree."""
+    sites = {"a": Fake("a", metrics={"rankme": 1.0, "uniformity": 0.0})}
+    sites |= {name: Fake(name) for name in "bc"}
+    trainer, _ = federate(tmp_path, sites, "federation.rounds=2", "on_collapse=stop")
+    assert trainer.current_round == 2
+    assert trainer.alarms == []
+
+
 def test_a_collapse_that_most_sites_see_stops_the_run(tmp_path: Path) -> None:
     sites = {name: Fake(name, metrics={"rankme": 1.0}) for name in "ab"} | {
         "c": Fake("c", metrics={"rankme": 1e8})

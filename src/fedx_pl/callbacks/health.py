@@ -80,19 +80,23 @@ class Health(RoundCallback):
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
-        """By the row; where clients measure for themselves, more than half of them must say so."""
-        told = {
-            name: [update.metrics[name] for update in record.updates if name in update.metrics]
-            for name in ("rankme", "uniformity")
-        }
-        rankme = statistics.median_high(told["rankme"] or [record.row.get("rankme", math.inf)])
-        uniformity = statistics.median_low(
-            told["uniformity"] or [record.row.get("uniformity", -math.inf)]
+        """Judges by the row; where clients measure for themselves, more than half of all must agree."""
+        rankme, uniformity = (
+            self._typical(record, name, healthy)
+            for name, healthy in (("rankme", math.inf), ("uniformity", -math.inf))
         )
         if rankme < (least := self.options.min_rankme):
             yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
         if uniformity > (most := self.options.max_uniformity):
             yield f"{COLLAPSED}: uniformity is {uniformity:.3g}, above {most:g}"
+
+    @staticmethod
+    def _typical(record: RoundRecord, name: str, healthy: float) -> float:
+        """A measure of the row, or the median of the clients'; those who do not tell it are healthy."""
+        if not any(name in update.metrics for update in record.updates):
+            return float(record.row.get(name, healthy))
+        values = [update.metrics.get(name, healthy) for update in record.updates]
+        return statistics.median_high(values) if healthy > 0 else statistics.median_low(values)
 
     def _problems(self, update: Update) -> Iterator[str]:
         first, last = _ends(update)
