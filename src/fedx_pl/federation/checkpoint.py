@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedx_pl.errors import UserError
@@ -415,9 +416,10 @@ class UnfinishedRound:
             dict(told["metrics"]),
         )
         if (
-            not losses.is_floating_point()
+            losses.dtype not in (torch.float32, torch.float64)
             or losses.shape[1:] != (len(names),)
             or "total" not in names
+            or not all(isinstance(name, str) for name in names)
         ):
             raise ValueError("its losses have no names")
         if record.last_round != line["round"]:
