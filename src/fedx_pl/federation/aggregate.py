@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,10 +20,13 @@ STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first
 # are not normalized, with 16 bits per value, stay well below.
 MAX_STATISTICS = {"running_mean": 1e6, "running_var": 1e12}
 MAX_COUNT = 2**31  # by which a counter may move in a round
-# The part of an update's weights that lies along the global ones, at least. Training leaves in weights what they were:
-# it was 0.94 or more in all runs we measured, and only weight decay makes it small, to exp(-lr decay steps / (1 -
+# The part of an update's weights that lies along the global ones, at least. Training leaves in weights what they were
+# (docs/robustness.md has what we measured), and only weight decay makes it small, to exp(-lr decay steps / (1 -
 # momentum)). Weights that were shrunk, turned round or replaced have none of it, or less.
 LEAST_KEPT = 0.01
+# A layer that is a smaller part of the weights' length may turn round in a round: it may have begun at zero.
+LARGE_LAYER = 0.01
+STRAIGHT = 0.5  # the cosine to the way back to zero from which on a layer's move counts as such
 BACKBONE = "backbone."  # where the names of the encoder's tensors begin
 
 
@@ -168,7 +171,7 @@ class Aggregator:
         """
         norms = self._check(state, num_images)
         if self.max_growth:
-            self._check_growth(state, _length(norms))
+            self._check_growth(state, norms)
         self._take(state, num_images, client)
         self.num_images += num_images
         self.num_clients += 1
@@ -184,34 +187,49 @@ class Aggregator:
     def _reference_length(self) -> float:
         return max(_length(_norms(self._floating(self._reference))), 1e-12)
 
-    def _check_growth(self, state: Mapping[str, Tensor], length: float) -> None:
+    def _check_growth(self, state: Mapping[str, Tensor], norms: Mapping[str, float]) -> None:
         """Raises `BadUpdate` if the weights are far from the reference.
 
-        Together the two bound the distance: of weights that are three times as long, to 3.2 lengths.
+        Together the first two bound the distance: of weights that are three times as long, to 3.2 lengths.
         """
-        if (growth := length / self._reference_length) > self.max_growth:
+        if (growth := _length(norms) / self._reference_length) > self.max_growth:
             raise BadUpdate(
                 f"its weights are {growth:.3g} times as long, aggregate.max_growth={self.max_growth:g}"
             )
         if not (names := list(self._squares)):
             return
-        along = torch.stack(
+        products = torch.stack(
             [(state[name] * self._reference[name]).sum().double() for name in names]
         ).tolist()
+        along = dict(zip(names, products, strict=True))
         for start, what in (("", "weights"), (BACKBONE, "backbone")):
-            pairs = [
-                (new, self._squares[name])
-                for name, new in zip(names, along, strict=True)
-                if name.startswith(start)
-            ]
-            squared = math.fsum(old for _, old in pairs)
-            if (
-                squared > 1e-24
-                and (kept := math.fsum(new for new, _ in pairs) / squared) < LEAST_KEPT
-            ):
-                raise BadUpdate(
-                    f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
-                )
+            group = [name for name in names if name.startswith(start)]
+            self._require_kept(what, group, along)
+        for name in self._large_layers:
+            # A mean of layers of which one went straight back can be zero, and such a network sees nothing. Training
+            # and noise move a layer mostly sideways, and may take it far.
+            squared = self._squares[name]
+            moved = math.sqrt(max(squared - 2 * along[name] + norms[name] ** 2, 0.0))
+            if squared - along[name] > STRAIGHT * math.sqrt(squared) * moved:
+                self._require_kept(name, [name], along)
+
+    def _require_kept(self, what: str, names: Sequence[str], along: Mapping[str, float]) -> None:
+        squared = math.fsum(self._squares[name] for name in names)
+        if squared <= 1e-24:
+            return
+        if (kept := math.fsum(along[name] for name in names) / squared) < LEAST_KEPT:
+            raise BadUpdate(
+                f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
+            )
+
+    @cached_property
+    def _large_layers(self) -> list[str]:
+        least = LARGE_LAYER**2 * math.fsum(self._squares.values())
+        return [
+            name
+            for name, squared in self._squares.items()
+            if self._reference[name].dim() > 1 and squared >= least
+        ]
 
     @cached_property
     def _squares(self) -> dict[str, float]:
