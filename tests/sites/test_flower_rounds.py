@@ -15,7 +15,8 @@ from fedx_pl.engines import Lost
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
-from fedx_pl.sites.link import Connected, Reply
+from fedx_pl.sites.link import Connected
+from fedx_pl.sites.records import Reply
 
 pytestmark = pytest.mark.usefixtures("quick")
 

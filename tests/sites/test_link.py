@@ -28,9 +28,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedx_pl.cli import sites as commands
 from fedx_pl.cli.main import main
 from fedx_pl.errors import UserError
-from fedx_pl.sites import keys, link, node, wire
-from fedx_pl.sites.link import Link, Reply
+from fedx_pl.sites import door, keys, link, node, records, wire
+from fedx_pl.sites.link import Link
 from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+from fedx_pl.sites.records import Reply
 from fedx_pl.sites.wire import Content
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GitWildMatchPattern")]
@@ -312,14 +313,12 @@ def test_a_clock_that_is_half_a_minute_ahead_is_no_reason(
 
     from flwr.supernode import node_auth_http_interceptor as flower
 
-    from fedx_pl.sites import superlink
-
     def later() -> datetime.datetime:
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
 
     monkeypatch.setattr(flower, "now", later)
     monkeypatch.setattr(
-        superlink, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())})
+        door, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())})
     )
     join("a")
 
@@ -499,7 +498,7 @@ def test_a_site_believes_only_what_the_coordinator_signed_for_it(
         assert incoming.content is None
         return incoming.error
 
-    assert "not signed by the coordinator" in error_of(link.record(HELLO))
+    assert "not signed by the coordinator" in error_of(records.record(HELLO))
     for_another, _ = coordinator._record(b.node.number, wire.HELLO, HELLO)
     assert "for this site" in error_of(for_another)
     another_kind, _ = coordinator._record(a.node.number, wire.TRAIN, HELLO)
@@ -548,7 +547,7 @@ def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], 
         )
 
     double("1" * 64, before="0" * 64)  # As large as it looks.
-    with pytest.raises(Refused, match="parts that are known with other parts"):
+    with pytest.raises(Refused, match="a part is named twice"):
         double("2" * 64, before="1" * 64)
 
 
@@ -566,7 +565,7 @@ def test_a_tree_that_doubles_within_itself_is_refused(
         ObjectTree(object_id=name, children=[ObjectTree(object_id=before)] * 2)
         for before, name in itertools.pairwise(identifiers)
     ]
-    with pytest.raises(Refused, match="parts that are known with other parts"):
+    with pytest.raises(Refused, match="a part is named twice"):
         push(
             site,
             ObjectTree(object_id="f" * 64, children=levels),
@@ -599,11 +598,9 @@ def test_a_body_without_a_length_is_cut_off(coordinator: Link, made: Path, port:
     """Chunked, and signed as it should be: Content-Length does not count beside it."""
     from cryptography.hazmat.primitives import hashes
 
-    from fedx_pl.sites import superlink
-
-    path, body = "/v1/fleet/pull-messages", bytes(superlink.CALLS["pull-messages"] + 1)
+    path, body = "/v1/fleet/pull-messages", bytes(door.CALLS["pull-messages"] + 1)
     private = keys.load_site(made / "sites" / "a").private
-    signed = superlink.sign(path, body, lambda text: private.sign(text, ec.ECDSA(hashes.SHA384())))
+    signed = door.sign(path, body, lambda text: private.sign(text, ec.ECDSA(hashes.SHA384())))
     public = base64.b64encode(keys.public_pem(private)).decode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n"
@@ -824,7 +821,7 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(
     ):
         with pytest.raises(
             UserError,
-            match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on",
+            match=r"SuperLink does not answer any more .*superlink\.log says why.*to resume",
         ):
             call()
     socket.create_server(("0.0.0.0", port)).close()

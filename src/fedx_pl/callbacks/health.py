@@ -1,4 +1,4 @@
-"""Numbers that go wrong: a collapsed representation, a client that diverges, a loss scale that runs out."""
+"""Alarms for a collapsed representation, a client that diverges, or a loss scale that runs out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLLAPSED = "the encoder has collapsed"
 
 @dataclass(frozen=True, kw_only=True)
 class HealthOptions:
-    """When to raise an alarm, and what follows."""
+    """The thresholds of alarms, and what an alarm leads to."""
 
     on_collapse: str = field(
         default="warn",
@@ -56,7 +56,7 @@ class Health(RoundCallback):
         """Sets the thresholds.
 
         Args:
-            options: when to raise an alarm, and what follows.
+            options: the thresholds, and what an alarm leads to.
         """
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
@@ -66,7 +66,7 @@ class Health(RoundCallback):
         self._refuse_collapsed(trainer)
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Looks at the row and at every client."""
+        """Checks the row and every client."""
         record.alarms += [*self._collapse(record)]
         for update in record.updates:
             record.alarms += [
@@ -76,7 +76,7 @@ class Health(RoundCallback):
         trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """Tells why the run ends early."""
+        """Says why the run ends early."""
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
@@ -92,7 +92,7 @@ class Health(RoundCallback):
 
     @staticmethod
     def _typical(record: RoundRecord, name: str, healthy: float) -> float:
-        """A measure of the row, or the median of the clients'; those who do not tell it are healthy."""
+        """A measure of the row, or the median of the clients'; clients without it count as healthy."""
         if not any(name in update.metrics for update in record.updates):
             return float(record.row.get(name, healthy))
         values = [update.metrics.get(name, healthy) for update in record.updates]
@@ -124,16 +124,16 @@ class Health(RoundCallback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The alarms so far."""
+        """The alarms of all rounds so far."""
         return {"alarms": self.alarms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restores the alarms."""
         self.alarms = list(map(str, state.get("alarms", [])))
 
 
 def _ends(update: Update) -> tuple[float, float]:
-    """Mean total loss of the first and of the last tenth of a client's steps."""
+    """The mean total loss of the first and of the last tenth of a client's steps."""
     total = update.loss()
     if not len(total):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Clients that send bad updates, or none, again and again are not asked any more."""
+"""Excludes clients whose updates are bad, or missing, several times in a row."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ if TYPE_CHECKING:
 
 
 class Quarantine(RoundCallback):
-    """Excludes a client after so many bad updates in a row. A good one clears them; being absent does not.
+    """Excludes a client after several bad updates in a row.
 
-    One that is there and keeps silent is bad, too: each round would wait for it.
+    A good update clears the strikes; absence neither adds one nor clears them. A client that is there and does not
+    answer gets a strike, since each round would wait for it.
     """
 
     def __init__(self, limit: int) -> None:
         """Sets the limit.
 
         Args:
-            limit: bad updates in a row; 0 excludes nobody.
+            limit: how many bad updates in a row exclude a client; 0 excludes nobody.
         """
         self.limit = limit
         self.strikes: dict[int, int] = {}  # bad updates in a row, by client
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Counts, and excludes those who have reached the limit."""
+        """Counts strikes, and excludes clients that have reached the limit."""
         for update in record.updates:
             self.strikes.pop(update.client, None)
         for client in record.at_fault:
@@ -35,7 +36,7 @@ class Quarantine(RoundCallback):
         self._exclude(trainer)
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Excludes those who had reached the limit when the run was interrupted."""
+        """Excludes clients that had reached the limit when the run was interrupted."""
         self._exclude(trainer)
 
     def _exclude(self, trainer: FederatedTrainer) -> None:
@@ -50,11 +51,11 @@ class Quarantine(RoundCallback):
         trainer.excluded = excluded
 
     def state_dict(self) -> dict[str, Any]:
-        """The strikes."""
+        """The strikes of each client."""
         return {"strikes": self.strikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """JSON has made texts of the clients' numbers."""
+        """Restores the strikes, whose keys JSON has turned into text."""
         self.strikes = {
             int(client): int(count) for client, count in state.get("strikes", {}).items()
         }

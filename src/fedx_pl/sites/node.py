@@ -46,10 +46,10 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedx_pl.sites import wire
+from fedx_pl.sites.door import SIGNED, sign
 from fedx_pl.sites.keys import public_pem
-from fedx_pl.sites.link import read, record
+from fedx_pl.sites.records import read, record
 from fedx_pl.sites.seal import Trust
-from fedx_pl.sites.superlink import SIGNED, sign
 
 HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two without one a site counts as gone.
 
