@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -11,7 +12,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -737,6 +738,39 @@ def test_made_up_answers_are_refused_and_others_are_read(
         assert reply.content is None
         assert reply.error
         assert not reply.offline
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ttl": math.nan},
+        {"ttl": math.inf},
+        {"ttl": 1e-9},
+        {"created_at": math.nan},
+        {"created_at": math.inf},
+        {"created_at": 1e300},
+        {"message_type": "\x1b[2J" * 1000},
+        {"group_id": "x" * 500_000},
+        {"dst_node_id": 2**63},
+        {"delivered_at": "now"},
+    ],
+    ids=str,
+)
+def test_an_envelope_that_makes_no_sense_ends_nothing(
+    coordinator: Link, join: Callable[[str], Joined], odd: dict[str, Any]
+) -> None:
+    """Whether Flower takes it or not: afterwards the same site is heard, and the coordinator has not ended."""
+    site, run = join("a"), coordinator._grid.run.run_id
+    asked = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    site.next()
+    with suppress(Refused, Unreachable, TypeError, ValueError):
+        push(site, run_id=run, reply_to_message_id=asked, **odd)
+    for reply in coordinator.receive([asked]):
+        assert reply.content is None
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    site.answer(site.next(), Content({"site": "a"}, {}))
+    (reply,) = wait(coordinator, message)
+    assert reply.content is not None
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
