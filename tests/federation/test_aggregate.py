@@ -270,6 +270,20 @@ def test_no_client_counts_for_more_than_its_share(
     assert list(counted(dict(enumerate(images)), share).values()) == expected
 
 
+def test_a_layer_that_goes_straight_back_is_refused_and_one_that_goes_sideways_is_not() -> None:
+    """`a` has a tenth of the length of `b`: of all weights together nearly everything is kept."""
+    reference = {"a": torch.full((4, 4), 3.0), "b": torch.full((4, 4), 30.0)}
+    rule = make_rule(AggregateOptions(), GlobalState(weights=reference))
+    for factor in (-2.0, 0.0):
+        with pytest.raises(BadUpdate, match=f"its a kept {factor:g} of the global ones"):
+            rule.add(reference | {"a": factor * reference["a"]}, 1)
+    sideways = torch.tensor([12.0, -12.0]).repeat(4, 2)
+    rule.add(reference | {"a": sideways - 0.1 * reference["a"]}, 1)  # As noise may do.
+    small = {"a": torch.full((4, 4), 0.1), "b": torch.full((4, 4), 30.0)}
+    rule = make_rule(AggregateOptions(), GlobalState(weights=small))
+    rule.add(small | {"a": -2 * small["a"]}, 1)  # It may have begun at zero.
+
+
 @given(st.lists(st.integers(1, 10_000_000), min_size=1, max_size=9), st.floats(0.01, 1))
 def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) -> None:
     """Within one image, since they are whole; who is below its share is left alone."""

@@ -111,6 +111,39 @@ def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_agai
     assert list(pending.load(1)) == []
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss_names": ("total", ["term"])},
+        {"losses": torch.zeros(3, 2, dtype=torch.float8_e4m3fn)},
+        {"seconds": 1e301},
+        {"metrics": {"own": "large"}},
+    ],
+    ids=["name", "dtype", "seconds", "metric"],
+)
+def test_a_pending_update_with_numbers_that_cannot_be_is_left_out(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Its checksum may be right; averaging it would raise, again at each start."""
+    update = Update(
+        client=2,
+        num_images=7,
+        state=GlobalState(weights={}),
+        memory=ClientMemory(),
+        losses=torch.zeros(3, 2),
+        loss_names=("total", "term"),
+        images_seen=9,
+        metrics={"own": float("inf")},
+        seconds=1.0,
+    )
+    record = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7)
+    pending = UnfinishedRound(tmp_path)
+    pending.save(1, update, record)
+    assert len(list(pending.load(1))) == 1
+    pending.save(1, replace(update, **changed), record)
+    assert list(pending.load(1)) == []
+
+
 def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) -> None:
     """Two writers as two processes would: what the second finds beyond the known length is gone."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

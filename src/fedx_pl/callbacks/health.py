@@ -51,7 +51,7 @@ class Health(RoundCallback):
         """Sets the thresholds.
 
         Args:
-            options: when to raise an alarm, and what follows.
+            options: the thresholds, and what an alarm leads to.
         """
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
@@ -75,19 +75,21 @@ class Health(RoundCallback):
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
-        """By the row; where clients evaluate their own images, by more than half of them."""
-        reported = {
-            name: [update.metrics[name] for update in record.updates if name in update.metrics]
-            for name in ("rankme", "uniformity")
-        }
-        rankme = statistics.median_high(reported["rankme"] or [record.row.get("rankme", math.inf)])
-        uniformity = statistics.median_low(
-            reported["uniformity"] or [record.row.get("uniformity", -math.inf)]
-        )
+        """By the row; where clients evaluate their own images, more than half of all must agree."""
+        rankme = self._typical(record, "rankme", math.inf)
+        uniformity = self._typical(record, "uniformity", -math.inf)
         if rankme < (least := self.options.min_rankme):
             yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
         if uniformity > (most := self.options.max_uniformity):
             yield f"{COLLAPSED}: uniformity is {uniformity:.3g}, above {most:g}"
+
+    @staticmethod
+    def _typical(record: RoundRecord, name: str, healthy: float) -> float:
+        """A measure of the row, or the median of the clients; those without it count as healthy."""
+        if not any(name in update.metrics for update in record.updates):
+            return float(record.row.get(name, healthy))
+        values = [update.metrics.get(name, healthy) for update in record.updates]
+        return statistics.median_high(values) if healthy > 0 else statistics.median_low(values)
 
     def _problems(self, update: Update) -> Iterator[str]:
         first, last = _ends(update)

@@ -21,10 +21,14 @@ STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first
 # forgotten. Those of 16-bit images that are not normalized stay well below.
 MAX_STATISTICS = {"running_mean": 1e6, "running_var": 1e12}
 MAX_COUNT = 2**31  # by which a counter may change in a round
-# The smallest share of the global weights that an update's weights still contain. In all runs that
-# we measured it was 0.94 or more, and only weight decay makes it small, to exp(-lr decay steps / (1
-# - momentum)). Weights that were shrunk, reversed or replaced contain less, or a negative share.
+# The smallest share of the global weights that an update's weights still contain. Training keeps
+# most of them (docs/robustness.md has what we measured), and only weight decay makes the share
+# small, to exp(-lr decay steps / (1 - momentum)). Weights that were shrunk, reversed or replaced
+# contain less, or a negative share.
 LEAST_KEPT = 0.01
+# A layer that is a smaller part of the weights' length may turn round: it may have begun at zero.
+LARGE_LAYER = 0.01
+STRAIGHT = 0.5  # cosine to the way back to zero from which on a layer's move counts as such
 BACKBONE = "backbone."  # prefix of the names of the encoder's tensors
 
 
@@ -121,7 +125,7 @@ class Aggregator:
         """
         norms = self._check(state, num_images)
         if self.max_growth:
-            self._check_growth(state, _length(norms))
+            self._check_growth(state, norms)
         self._take(state, num_images, client)
         self.num_images += num_images
         self.num_clients += 1
@@ -137,36 +141,51 @@ class Aggregator:
     def _reference_length(self) -> float:
         return max(_length(_norms(self._floating(self._reference))), 1e-12)
 
-    def _check_growth(self, state: Mapping[str, Tensor], length: float) -> None:
+    def _check_growth(self, state: Mapping[str, Tensor], norms: Mapping[str, float]) -> None:
         """Raises `BadUpdate` if the weights are far from the reference.
 
-        The two checks together bound the distance: with max_growth=3, to 3.2 reference lengths.
+        The first two checks together bound the distance: with max_growth=3, to 3.2 reference
+        lengths.
         """
-        if (growth := length / self._reference_length) > self.max_growth:
+        if (growth := _length(norms) / self._reference_length) > self.max_growth:
             raise BadUpdate(
                 f"its weights are {growth:.3g} times as long, "
                 f"aggregate.max_growth={self.max_growth:g}"
             )
         if not (names := list(self._squares)):
             return
-        along = torch.stack(
+        products = torch.stack(
             [(state[name] * self._reference[name]).sum().double() for name in names]
         ).tolist()
+        along = dict(zip(names, products, strict=True))
         for start, what in (("", "weights"), (BACKBONE, "backbone")):
-            pairs = [
-                (new, self._squares[name])
-                for name, new in zip(names, along, strict=True)
-                if name.startswith(start)
-            ]
-            squared = math.fsum(old for _, old in pairs)
-            if squared <= 1e-24:
-                continue
-            kept = math.fsum(new for new, _ in pairs) / squared
-            if kept < LEAST_KEPT:
-                raise BadUpdate(
-                    f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or "
-                    f"more"
-                )
+            group = [name for name in names if name.startswith(start)]
+            self._require_kept(what, group, along)
+        for name in self._large_layers:
+            # A mean of layers of which one went straight back can be zero, and such a network sees
+            # nothing. Training and noise move a layer mostly sideways, and may take it far.
+            squared = self._squares[name]
+            moved = math.sqrt(max(squared - 2 * along[name] + norms[name] ** 2, 0.0))
+            if squared - along[name] > STRAIGHT * math.sqrt(squared) * moved:
+                self._require_kept(name, [name], along)
+
+    def _require_kept(self, what: str, names: Sequence[str], along: Mapping[str, float]) -> None:
+        squared = math.fsum(self._squares[name] for name in names)
+        if squared <= 1e-24:
+            return
+        if (kept := math.fsum(along[name] for name in names) / squared) < LEAST_KEPT:
+            raise BadUpdate(
+                f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
+            )
+
+    @cached_property
+    def _large_layers(self) -> list[str]:
+        least = LARGE_LAYER**2 * math.fsum(self._squares.values())
+        return [
+            name
+            for name, squared in self._squares.items()
+            if self._reference[name].dim() > 1 and squared >= least
+        ]
 
     @cached_property
     def _squares(self) -> dict[str, float]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
 from fedx_pl.federation.run_state import DAMAGED, ClientRecord, real, record_of, whole
@@ -101,7 +103,8 @@ class UnfinishedRound:
         losses = tensors.pop(_LOSSES)
         loss_names = tuple(values["loss_names"])
         named = losses.shape[1:] == (len(loss_names),) and "total" in loss_names
-        if not losses.is_floating_point() or not named:
+        named = named and all(isinstance(name, str) for name in loss_names)
+        if losses.dtype not in (torch.float32, torch.float64) or not named:
             raise ValueError("its losses have no names")
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items()}
         # A metric that was not finite is null in JSON.

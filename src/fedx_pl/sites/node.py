@@ -51,9 +51,9 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedx_pl.sites import wire
 from fedx_pl.sites.certificates import public_pem
-from fedx_pl.sites.link import read, record, require_small
+from fedx_pl.sites.door import SIGNED, sign
+from fedx_pl.sites.records import read, record, require_small
 from fedx_pl.sites.seal import Trust
-from fedx_pl.sites.superlink import SIGNED, sign
 
 HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two missed ones a site counts as gone.
 LEAVE_SECONDS = 5.0  # how long a site that ends waits for a coordinator that does not answer
