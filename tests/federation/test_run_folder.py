@@ -117,9 +117,9 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
     with RunWriter(tmp_path) as writer:
         writer.round(1, {"a": 1.0})
-        known = writer.lengths()
+        lengths = writer.lengths()
         writer.round(2, {"a": 2.0})
-    with RunWriter(tmp_path, known=known) as writer:
+    with RunWriter(tmp_path, lengths=lengths) as writer:
         writer.round(2, {"a": 2.5})
     events = EventAccumulator(str(tmp_path), purge_orphaned_data=False)
     events.Reload()
