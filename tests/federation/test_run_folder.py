@@ -39,7 +39,7 @@ def test_too_little_space_is_reported_before_training(
 
 
 class Interrupted(Watching):
-    """Somebody presses Ctrl-C after the first round."""
+    """Raises KeyboardInterrupt after the first round."""
 
     def row(self, row: dict[str, Any]) -> None:
         if row["round"]:
@@ -260,10 +260,10 @@ def test_a_method_that_failed_before_the_first_round_may_be_repaired(
     folder = compose(config).run_folder
     assert (folder / "config.yaml").exists()
     edit(modules, METHOD)
-    mended = run(compose(config))
+    repaired = run(compose(config))
     forget_modules(modules)
     alone = run(compose([*config, f"run.dir={modules / 'alone'}"]))
-    assert [row["loss"] for row in mended.history] == [row["loss"] for row in alone.history]
+    assert [row["loss"] for row in repaired.history] == [row["loss"] for row in alone.history]
 
 
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
