@@ -101,7 +101,7 @@ def quick(tiny: list[str]) -> list[str]:
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that modules of one's own are imported from; they are forgotten again."""
+    """A folder to import a user's modules from; they are unloaded afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path

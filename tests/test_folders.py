@@ -196,7 +196,7 @@ def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
 
 
 class Interrupted(Watching):
-    """Somebody presses Ctrl-C when the second client of a round is done."""
+    """Raises KeyboardInterrupt when the second client of a round is done."""
 
     def __init__(self, round_number: int) -> None:
         super().__init__()
@@ -610,9 +610,9 @@ def test_weights_that_are_not_finite_are_not_exported(
 def results(run: Path) -> list[Any]:
     """Encoder, accuracy and geometry.
 
-    None for what is refused, or told to be of another round by a warning.
+    None for what is refused, or what a warning says is of another round.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found: list[Any] = []
         for measure in (
@@ -625,7 +625,11 @@ def results(run: Path) -> list[Any]:
             except UserError:
                 found.append(None)
     shutil.rmtree(run / "evaluation", ignore_errors=True)
-    return [None] * len(found) if any("is damaged" in str(one.message) for one in told) else found
+    return (
+        [None] * len(found)
+        if any("is damaged" in str(warning.message) for warning in caught)
+        else found
+    )
 
 
 def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
@@ -659,7 +663,7 @@ def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
 
 @pytest.mark.slow
 def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
-    """It is refused, told, or changes nothing."""
+    """It is refused, warned about, or changes nothing."""
     draw, usual = random.Random(0), results(run)
     assert None not in usual
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
@@ -821,7 +825,7 @@ def test_a_lock_does_not_truncate_a_file(tmp_path: Path) -> None:
 
 
 class Deleted(Watching):
-    """Somebody deletes the run folder when a client is done, or when the round is."""
+    """Deletes the run folder when a client is done, or when the round is."""
 
     def __init__(self, client: int | None) -> None:
         super().__init__()
@@ -852,7 +856,7 @@ def test_a_run_folder_that_is_deleted_during_training_is_reported_and_not_made_a
 
 
 def test_a_stray_range_of_values_does_not_become_the_run_s(run: Path, words: list[str]) -> None:
-    """The images have 8 bits: nobody may say later which values were black and white."""
+    """The images have 8 bits, so their range of values cannot be chosen later."""
     (run / "value_range.json").write_text("[0, 65535]")
     with pytest.raises(UserError, match=r"value_range.json changed since"):
         Encoder.of(run)

@@ -306,7 +306,7 @@ def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) 
         UserError, match=r'layers of the backbone changed since; write default_root_dir="ANOTHER"'
     ):
         tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), tiny_data())
-    (tmp_path / "code.json").unlink()  # As if it could not be told.
+    (tmp_path / "code.json").unlink()  # As if it were not known.
     with pytest.raises(UserError, match=r"changed since|its weights do not fit"):
         tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), tiny_data())
 
@@ -345,7 +345,7 @@ def test_one_data_set_per_client_and_a_user_s_network(tmp_path: Path) -> None:
     assert [len(rows) for rows in one.datamodule.clients] == [10, 38]
     assert one.history[-1]["loss"] > 0
     with pytest.raises(UserError, match="Net"):
-        Encoder.of(tmp_path)  # Nobody but the script knows how to make it.
+        Encoder.of(tmp_path)  # Only the script can make it.
     again = tiny_trainer(
         tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1)
     )

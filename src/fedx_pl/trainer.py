@@ -138,7 +138,9 @@ class FederatedTrainer(Attached):
         arguments.settle(self)
         if self.fast_dev_run:
             self.max_rounds = self.local_epochs = 1
-            self.clients_per_round, self.evaluation, self.logger = 2, None, False
+            self.clients_per_round = 2
+            self.evaluation = None
+            self.logger = False
         self.callbacks = all_callbacks(self)
         self.made_with = made_with(self)
         self.should_stop = False
@@ -198,7 +200,8 @@ class FederatedTrainer(Attached):
         data = arguments.matched(self, model, data)
         data.setup()
         arguments.require_fitting_network(model, data)
-        self.model, self.datamodule = model, data
+        self.model = model
+        self.datamodule = data
         self.evaluator = Evaluator(
             self.evaluation or EvaluationOptions(), data.images, data.augment.plain, seed=self.seed
         )

@@ -15,7 +15,7 @@ from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Ro
 
 
 class Clock:
-    """Stands still unless it is told to move."""
+    """Stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -74,7 +74,7 @@ def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: in
 
     One had finished: one to train here, then two.
 
-    It is the same where nobody tells of steps, as in a federation of sites.
+    It is the same where steps are not reported, as in a federation of sites.
     """
     clock = Clock()
     eta = Eta(2, every_round, clock)

@@ -171,7 +171,7 @@ def test_objects_are_sent_to_workers_too(tmp_path: Path, shared: MakeEngine) -> 
     """Arrays, a class that no module has and a regularizer: as in one process, to the bit."""
 
     class Mine(SimCLR):
-        """Pickled by value: nobody could import it."""
+        """Pickled by value, since it cannot be imported."""
 
     labels = np.arange(36) % 2
     pixels = np.random.default_rng(0).integers(0, 256, (36, 16, 16, 3), dtype=np.uint8)

@@ -446,8 +446,8 @@ def test_a_client_is_in_quarantine_after_bad_updates_in_a_row(
         [],
         [],
     ]
-    told = [note for note in display.notes if "aggregate.quarantine=2" in note]
-    assert [note.rpartition(": ")[2] for note in told] == ["client 1", "client 1, client 2"]
+    notes = [note for note in display.notes if "aggregate.quarantine=2" in note]
+    assert [note.rpartition(": ")[2] for note in notes] == ["client 1", "client 1, client 2"]
 
 
 def test_strikes_survive_an_interruption_and_a_repaired_client_can_be_asked_again(

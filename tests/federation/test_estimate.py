@@ -26,7 +26,7 @@ FORMS = {"plain": [], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relati
 
 @pytest.fixture(autouse=True)
 def short_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two or three steps are enough where nobody reads the number."""
+    """Two or three steps are enough, since the number does not matter."""
     monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.05)
 
 

@@ -98,7 +98,7 @@ def small(tiny: list[str]) -> list[str]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Everything a run leaves behind that does not tell the time."""
+    """Everything that a run leaves behind, except times."""
     (newest,) = (folder / "checkpoints").glob("round_*")
     state = json.loads((newest / "state.json").read_text())
     rows = [{key: value for key, value in row.items() if key not in TIMES} for row in state["rows"]]

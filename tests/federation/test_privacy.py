@@ -55,9 +55,9 @@ def test_a_long_update_is_shortened_to_the_bound() -> None:
     The counter is no part of it.
     """
     after, before = states()
-    clipped, told = protect(after, before, PrivacyOptions(clip=2.5), seed=0)
+    clipped, metrics = protect(after, before, PrivacyOptions(clip=2.5), seed=0)
     assert (clipped["w"].item(), clipped["b"].item(), clipped["steps"].item()) == (2.5, 3.0, 9)
-    assert told == {"update_norm": 5.0}
+    assert metrics == {"update_norm": 5.0}
     assert after["w"].item() == 4.0  # Not changed in place.
 
 
@@ -74,9 +74,9 @@ def test_an_update_within_the_bound_is_untouched_to_the_bit(clip: float) -> None
 
 def test_an_update_without_a_change_does_not_divide_by_zero() -> None:
     _, before = states()
-    kept, told = protect(before, before, PrivacyOptions(clip=1.0), seed=0)
+    kept, metrics = protect(before, before, PrivacyOptions(clip=1.0), seed=0)
     assert kept["w"].item() == 1.0
-    assert told == {"update_norm": 0.0}
+    assert metrics == {"update_norm": 0.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -119,13 +119,13 @@ def test_noise_comes_on_top_of_the_clipped_update(clip: float, share: float) -> 
     """
     after, before = states()
     options = PrivacyOptions(clip=clip, noise=1.0)
-    (moved, told), (still, _) = (
+    (moved, metrics), (still, _) = (
         protect(state, before, options, seed=1) for state in (after, before)
     )
     assert moved["w"].item() - still["w"].item() == pytest.approx(3 * share, abs=1e-5)
     assert moved["b"].item() - still["b"].item() == pytest.approx(4 * share, abs=1e-5)
     assert moved["steps"].item() == 9
-    assert told == {}  # The norm before clipping would tell of the client.
+    assert metrics == {}  # The norm before clipping would leak.
 
 
 def test_each_tensor_has_its_own_noise() -> None:
@@ -375,8 +375,8 @@ def test_a_plan_without_the_accountant_is_refused(
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     words = [*quick, "privacy.clip=1"]
     made(compose(words))
-    told = f"privacy.noise=2.0 needs dp-accounting; type {install_hint('privacy')}"
-    with pytest.raises(UserError, match=re.escape(told)):
+    message = f"privacy.noise=2.0 needs dp-accounting; type {install_hint('privacy')}"
+    with pytest.raises(UserError, match=re.escape(message)):
         made(compose([*words, "privacy.noise=2"]))
 
 

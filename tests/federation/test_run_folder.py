@@ -39,7 +39,7 @@ def test_too_little_space_is_reported_before_training(
 
 
 class Interrupted(Watching):
-    """Somebody presses Ctrl-C after the first round."""
+    """Raises KeyboardInterrupt after the first round."""
 
     def row(self, row: dict[str, Any]) -> None:
         if row["round"]:
@@ -150,9 +150,9 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
     with RunWriter(tmp_path) as writer:
         writer.round(1, {"a": 1.0})
-        known = writer.lengths()
+        lengths = writer.lengths()
         writer.round(2, {"a": 2.0})
-    with RunWriter(tmp_path, known=known) as writer:
+    with RunWriter(tmp_path, lengths=lengths) as writer:
         writer.round(2, {"a": 2.5})
     events = EventAccumulator(str(tmp_path), purge_orphaned_data=False)
     events.Reload()
@@ -290,10 +290,10 @@ def test_a_method_that_failed_before_the_first_round_may_be_repaired(
     folder = compose(config).run_folder
     assert (folder / "config.yaml").exists()
     edit(modules, METHOD)
-    mended = run(compose(config))
+    repaired = run(compose(config))
     forget_modules(modules)
     alone = run(compose([*config, f"run.dir={modules / 'alone'}"]))
-    assert [row["loss"] for row in mended.history] == [row["loss"] for row in alone.history]
+    assert [row["loss"] for row in repaired.history] == [row["loss"] for row in alone.history]
 
 
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(

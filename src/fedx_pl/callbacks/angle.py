@@ -31,7 +31,8 @@ class Angle(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, model: Any) -> None:
         self._images = None
         if model.local.client < self.clients:
-            self._model, self._images = model, model.local.data.plain_sample(IMAGES)
+            self._model = model
+            self._images = model.local.data.plain_sample(IMAGES)
             self._received = _embed(model, self._images)
 
     def round_metrics(self) -> dict[str, float]:

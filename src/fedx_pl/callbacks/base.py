@@ -94,7 +94,8 @@ def kept_state(callback: RoundCallback) -> dict[str, Any]:
     Raises:
         UserError: it does not fit in JSON.
     """
-    name, state = type(callback).__name__, callback.state_dict()
+    name = type(callback).__name__
+    state = callback.state_dict()
     if not isinstance(state, dict):
         raise UserError(
             f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for "

@@ -64,14 +64,15 @@ class Dashboard(RoundCallback):
         vars(self).pop("gallery", None)  # That of an earlier fit is of other images.
         # Cuts off what was written after the last saved round: it is written again.
         self.writer = RunWriter(
-            trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves
+            trainer.folder / "tensorboard", lengths=self._files, max_clients=self.client_curves
         )
 
     @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
         if trainer.current_round:
             return
-        data, writer = trainer.datamodule, self.writer
+        data = trainer.datamodule
+        writer = self.writer
         writer.hparams(trainer.description.hparams, METRICS)
         writer.text("config", f"```yaml\n{trainer.description.text}```")
         if data.clients:
@@ -220,7 +221,8 @@ class Dashboard(RoundCallback):
         return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
 
     def _names(self) -> list[str]:
-        labels, classes = self._labels(), self.trainer.datamodule.images.classes
+        labels = self._labels()
+        classes = self.trainer.datamodule.images.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
         return [classes[label] if label >= 0 else "unlabelled" for label in labels]

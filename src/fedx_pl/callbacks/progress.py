@@ -201,7 +201,8 @@ class ProgressBar(RoundCallback):
         self, trainer: FederatedTrainer, record: RoundRecord, update: Update
     ) -> None:
         self._done += 1
-        display, clients = self._display(trainer), len(record.clients)
+        display = self._display(trainer)
+        clients = len(record.clients)
         if update.client in record.resumed:
             # An earlier process trained it, so the round's time starts again.
             display.start(record.number, self._done, clients, steps=len(update.losses))

@@ -32,19 +32,19 @@ class RunWriter:
 
     Args:
         folder: where the event files go. A resumed run adds a file to the same folder.
-        known: the event files and their lengths at the last checkpoint. What was written after it
+        lengths: the event files and their lengths at the last checkpoint. What was written after it
             is cut off, since those rounds are trained again.
         max_clients: clients with smaller numbers get curves of their own; a hundred curves in one
             chart are neither readable nor cheap.
     """
 
     def __init__(
-        self, folder: Path, *, known: Mapping[str, int] | None = None, max_clients: int = 10
+        self, folder: Path, *, lengths: Mapping[str, int] | None = None, max_clients: int = 10
     ) -> None:
         self._folder = folder
         self._max_clients = max_clients
-        if known is not None:
-            _cut_off(folder, known)
+        if lengths is not None:
+            _cut_off(folder, lengths)
 
     def lengths(self) -> dict[str, int]:
         """The event files and their lengths, when everything written so far is on disk."""
@@ -285,9 +285,9 @@ def _silence_writer_thread() -> None:
     threading.excepthook = report
 
 
-def _cut_off(folder: Path, known: Mapping[str, int]) -> None:
+def _cut_off(folder: Path, lengths: Mapping[str, int]) -> None:
     for file in folder.glob("events.*"):
-        if file.name not in known:
+        if file.name not in lengths:
             file.unlink()
-        elif file.stat().st_size > known[file.name]:
-            os.truncate(file, known[file.name])
+        elif file.stat().st_size > lengths[file.name]:
+            os.truncate(file, lengths[file.name])

@@ -75,7 +75,8 @@ class Sweep:
                     total = max(1, done + self.rounds_left())
                     runs = f"{len(self.done)} of {len(self.jobs)} runs"
                     display.now = self._now()
-                    display.update(done, total, runs, line=f"{runs}: {display.now}")
+                    line = f"{runs}: {display.now}" if display.now else runs
+                    display.update(done, total, runs, line=line)
                     self._start()
                     time.sleep(0.5)
                     self._check_processes()

@@ -269,18 +269,14 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(
-        self,
-        reference: Mapping[str, Tensor],
-        max_images: int = MAX_IMAGES,
-        *,
-        changes: Collection[str] = (),
-    ) -> None:
-        """Starts an empty average; the arguments are those of `Aggregator`."""
-        super().__init__(reference, max_images, changes=changes)
-        self._sums = self._zeros()
-        # Client, images and tensors of each update, if shares are bounded.
-        self._held: list[tuple[int, int, list[Tensor]]] = []
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        return self._zeros()
+
+    @cached_property
+    def _held(self) -> list[tuple[int, int, list[Tensor]]]:
+        """Client, images and tensors of each update, if shares are bounded."""
+        return []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         tensors = [state[name].detach() for name in self._reference]

@@ -157,7 +157,8 @@ class LocalTrainer:
     def _update(
         self, context: RoundContext, client: int, data: ClientData, before: ClientMemory
     ) -> Update:
-        model, losses = self.model, self.model.loss_history()
+        model = self.model
+        losses = model.loss_history()
         for_server, kept_by_regularizer = self.regularizer.finish(model)
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
         weights, norms = protect(
@@ -233,7 +234,8 @@ class _LearningRates(pl.Callback):
         self._rates: list[float | Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._group, self._rates = {}, []
+        self._group = {}
+        self._rates = []
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if groups:
             self._group = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))

@@ -93,7 +93,7 @@ def next_state(
     owned = dict(enumerate(map(len, trainer.datamodule.clients)))
     if not owned:  # Of real sites, only those that have trained are known.
         seen = (trainer.state.clients | saved).items()
-        owned = {client: known.images for client, known in seen if known.images}
+        owned = {client: memory.images for client, memory in seen if memory.images}
     images = counted(owned, trainer.aggregate.max_share)
     share = sum(images[update.client] for update in record.updates) / sum(images.values())
     combined = GlobalState.from_tensors(rule.result())

@@ -56,7 +56,8 @@ def step_seconds(
 
     def best(loss: Callable[[Views], Tensor]) -> float:
         batches = itertools.chain.from_iterable(data.epoch(number) for number in itertools.count())
-        fastest, spent = float("inf"), 0.0
+        fastest = float("inf")
+        spent = 0.0
         while spent < BUDGET_SECONDS:
             started = time.perf_counter()
             with torch.autocast(
@@ -68,7 +69,8 @@ def step_seconds(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
-            fastest, spent = min(fastest, seconds), spent + seconds
+            fastest = min(fastest, seconds)
+            spent += seconds
         return fastest
 
     with restored(model):

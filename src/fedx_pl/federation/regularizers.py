@@ -145,7 +145,7 @@ class Scaffold(Regularizer):
             name: variate[name].to(p.device) for name, p in self._parameters.items()
         }
         self._correction = {
-            name: server[name].to(own.device) - own for name, own in self._client_variate.items()
+            name: server[name].to(c_i.device) - c_i for name, c_i in self._client_variate.items()
         }
         self._rate = 0.0
         self._rates = 0.0

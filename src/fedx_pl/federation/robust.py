@@ -14,6 +14,7 @@ import inspect
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -38,11 +39,9 @@ class _Held(NamedTuple):
 class _Holding(Aggregator):
     """Keeps all updates; a subclass combines them."""
 
-    def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]
-    ) -> None:
-        super().__init__(reference, max_images, changes=changes)
-        self._held: list[_Held] = []
+    @cached_property
+    def _held(self) -> list[_Held]:
+        return []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         self._held.append(
@@ -113,7 +112,7 @@ class TrimmedMean(_Holding):
             max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.trim = trim
 
     def _combine(self) -> State:
@@ -175,7 +174,7 @@ class NormClipping(_Holding):
             max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.clip = clip
 
     def _combine(self) -> State:
@@ -237,7 +236,7 @@ class MultiKrum(_Holding):
             max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.byzantine = byzantine
 
     def _combine(self) -> State:

@@ -102,16 +102,6 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     raise ValueError(f"it nests more than {MAX_DEPTH} deep")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of an untrusted safetensors file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a safetensors file, or has too many tensors.
-    """
-    return parse_tensors(read_bytes(path))
-
-
 def parse_tensors(content: bytes) -> dict[str, Tensor]:
     """The tensors of untrusted safetensors; a `ValueError` if unreadable or too many."""
     length = int.from_bytes(content[:8], "little")
@@ -170,6 +160,6 @@ class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
 
 
 def _line(error: Exception) -> str:
-    """What an exception says, as one line."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= 300 else f"{words[:300]} ..."
+    """The message of an exception as one line."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:300]} ..."
