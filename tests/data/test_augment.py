@@ -39,7 +39,7 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 def pixels(options: dict, batch: Tensor, seed: int = 0) -> Tensor:
-    """Augments without normalisation: (B, C, h, w) in 0..1."""
+    """Augments without normalization: (B, C, h, w) in 0..1."""
     channels = batch.shape[3]
     return Augment(AugmentOptions(**{**OFF, **options}), (0.0,) * channels, (1.0,) * channels)(
         batch, rng(seed)
@@ -64,9 +64,9 @@ def distinct(batch: Tensor) -> int:
     ],
     ids=["brightness", "contrast", "saturation", "hue"],
 )
-def test_colour_operations_equal_torchvision(ours, theirs, factors):
+def test_color_operations_equal_torchvision(ours, theirs, factors):
     x = as_float(images(4, 24, 20))
-    # the corners of the colour cube and greys, where hue has ties and divisions by zero
+    # the corners of the color cube and grays, where hue has ties and divisions by zero
     cube = torch.cartesian_prod(*[torch.tensor([0.0, 0.5, 1.0])] * 3).T
     x[:, :, :9, :3] = cube.view(3, 9, 3)
     expected = torch.stack(
@@ -77,7 +77,7 @@ def test_colour_operations_equal_torchvision(ours, theirs, factors):
     )
 
 
-def test_contrast_of_grey_images_equals_torchvision():
+def test_contrast_of_gray_images_equals_torchvision():
     x = as_float(images(3, channels=1))
     expected = torch.stack(
         [TF.adjust_contrast(image, f) for image, f in zip(x, [0.2, 1.0, 1.8], strict=True)]
@@ -111,19 +111,26 @@ def test_blur_equals_torchvision_and_sigma_zero_changes_nothing():
 
 @pytest.mark.parametrize("size", [(32, 32), (20, 24), (48, 48)])
 def test_resized_crop_equals_torchvision_for_a_box_on_whole_pixels(size):
-    """Box of 24 x 16 pixels at row 6, column 4 of 40 x 32: in -1..1 its centre is at 2*(12/32)-1, 2*(18/40)-1."""
+    """Box of 24 x 16 pixels at row 6, column 4 of 40 x 32.
+
+    In -1..1 its center is at 2*(12/32)-1, 2*(18/40)-1.
+    """
     x = as_float(images(1, 40, 32))
     box = torch.tensor([[16 / 32], [24 / 40], [2 * 12 / 32 - 1], [2 * 18 / 40 - 1]])
     expected = TF.resized_crop(x, 6, 4, 24, 16, list(size), antialias=False)
     ours = augment.warp(x, size, box, torch.tensor([False]), None)
-    # At its border torchvision repeats the box's own pixels, ours looks beyond the box: compare the inside.
+    # At its border torchvision repeats the box's own pixels, ours looks beyond the box: compare the
+    # inside.
     torch.testing.assert_close(ours[..., 3:-3, 3:-3], expected[..., 3:-3, 3:-3], rtol=0, atol=1e-4)
     mirrored = augment.warp(x, size, box, torch.tensor([True]), None)
     torch.testing.assert_close(mirrored, ours.flip(3), rtol=0, atol=1e-4)
 
 
 def test_shrinking_averages_instead_of_skipping_pixels():
-    """A checkerboard of single pixels is grey when halved; picking every second pixel would keep it black or white."""
+    """A checkerboard of single pixels is gray when halved.
+
+    Picking every second pixel would keep it black or white.
+    """
     board = ((torch.arange(64)[:, None] + torch.arange(64)) % 2 * 255).to(torch.uint8)
     batch = board.expand(2, 64, 64)[..., None]
     for options in (
@@ -150,7 +157,10 @@ def test_pad_crop_equals_a_reflect_padded_crop_by_hand(height, width, pad):
 
 
 def test_pad_crop_reaches_every_offset_equally_often():
-    """Row 9 and column 9 are marked, pad 2: the marks land on rows and columns 7..11, a fifth of the time each."""
+    """Row 9 and column 9 are marked, pad 2.
+
+    The marks land on rows and columns 7..11, a fifth of the time each.
+    """
     batch = torch.zeros(4000, 20, 20, 1, dtype=torch.uint8)
     batch[:, 9, :] = batch[:, :, 9] = 255
     out = pixels({"crop": "pad", "pad": 2}, batch)[:, 0]
@@ -161,7 +171,7 @@ def test_pad_crop_reaches_every_offset_equally_often():
 
 
 def test_resized_crop_statistics():
-    """Areas uniform in 0.2..1 (mean .6) but for clamped ones, ratios within 3/4..4/3, boxes inside and everywhere."""
+    """Areas are uniform in 0.2..1 but for clamped ones, ratios in 3/4..4/3, boxes everywhere."""
     u = augment._Uniforms(
         *torch.rand(len(augment._Uniforms._fields), 20_000, generator=rng()).unbind(0)
     )
@@ -174,9 +184,9 @@ def test_resized_crop_statistics():
     assert ratio.min() > 0.749
     assert ratio.max() < 1.334
     assert abs(ratio[small].log().mean()) < 0.01
-    for half, centre in ((half_w, x), (half_h, y)):
-        assert (centre.abs() + half <= 1 + 1e-6).all()
-        relative = centre[small] / (1 - half[small])
+    for half, center in ((half_w, x), (half_h, y)):
+        assert (center.abs() + half <= 1 + 1e-6).all()
+        relative = center[small] / (1 - half[small])
         assert abs(relative.mean()) < 0.03
         assert relative.abs().max() > 0.99
 
@@ -188,7 +198,7 @@ def test_resized_crops_at_the_edge_of_the_image_have_no_dark_rim():
     )
 
 
-def test_rotation_turns_corners_black_and_keeps_the_centre():
+def test_rotation_turns_corners_black_and_keeps_the_center():
     batch = torch.full((32, 32, 32, 3), 255, dtype=torch.uint8)
     out = pixels({"rotation": 45.0}, batch)
     assert (out[:, :, 0, 0] < 0.5).float().mean() > 0.5
@@ -304,12 +314,12 @@ def test_jitter_probability_is_per_image_for_all_four_at_once():
 def test_grayscale_probability():
     batch = images(400, 4, 4)
     out = pixels({"grayscale": 0.2}, batch)
-    grey = (out.amax(1) - out.amin(1)).flatten(1).amax(1) < 1e-5
-    assert 50 < grey.sum() < 110
+    gray = (out.amax(1) - out.amin(1)).flatten(1).amax(1) < 1e-5
+    assert 50 < gray.sum() < 110
     torch.testing.assert_close(
-        out[grey], TF.rgb_to_grayscale(as_float(batch), 3)[grey], rtol=0, atol=1e-5
+        out[gray], TF.rgb_to_grayscale(as_float(batch), 3)[gray], rtol=0, atol=1e-5
     )
-    torch.testing.assert_close(out[~grey], as_float(batch)[~grey])
+    torch.testing.assert_close(out[~gray], as_float(batch)[~gray])
 
 
 def test_brightness_factors_fill_their_range():
@@ -351,8 +361,11 @@ def test_zero_strength_calls_no_operation(monkeypatch):
         pixels({"hue": 0.1}, images())
 
 
-def test_normalisation():
-    """A pixel 51 is 0.2: (0.2 - 0.4) / 0.5 = -0.4 in the first channel, (0.2 - 0.1) / 0.25 = 0.4 in the second."""
+def test_normalization():
+    """A pixel 51 is 0.2.
+
+    (0.2 - 0.4) / 0.5 = -0.4 in the first channel, (0.2 - 0.1) / 0.25 = 0.4 in the second.
+    """
     batch = torch.full((2, 3, 5, 2), 51, dtype=torch.uint8)
     steps = Augment(AugmentOptions(**OFF), (0.4, 0.1), (0.5, 0.25))
     for out in (steps.plain(batch), steps(batch, rng())):
@@ -393,7 +406,7 @@ def test_every_shape_comes_out_as_promised(crop, shape, size, expected):
     assert torch.equal(batch, before)
 
 
-def test_colour_steps_leave_grey_images_alone():
+def test_color_steps_leave_gray_images_alone():
     batch = images(4, 28, 28, 1)
     out = pixels({"saturation": 0.4, "hue": 0.1, "grayscale": 1.0}, batch)
     torch.testing.assert_close(out, as_float(batch))
@@ -401,7 +414,7 @@ def test_colour_steps_leave_grey_images_alone():
 
 @pytest.mark.parametrize("crop", ["pad", "none"])
 @pytest.mark.parametrize("wide", [True, False])
-def test_training_and_evaluation_see_the_centre_square_at_the_same_scale(crop, wide):
+def test_training_and_evaluation_see_the_center_square_at_the_same_scale(crop, wide):
     batch = images(3, 96, 120) if wide else images(3, 120, 96)
     steps = Augment(AugmentOptions(**{**OFF, "crop": crop, "pad": 0, "size": 64}), MEAN, STD)
     torch.testing.assert_close(steps(batch, rng()), steps.plain(batch))

@@ -1,4 +1,4 @@
-"""FederatedDataModule: from names, arrays and data sets; for a federation and for a plain Trainer."""
+"""FederatedDataModule: of names, arrays and data sets; for a federation or a plain Trainer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

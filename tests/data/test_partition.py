@@ -142,7 +142,10 @@ def test_another_seed_deals_other_images(deal):
 
 
 class FixedRng:
-    """Stands in for a generator: rounding starts at a known place, the first open client is picked."""
+    """Stands in for a generator.
+
+    Rounding starts at a known place, the first open client is picked.
+    """
 
     def __init__(self, start=0.5):
         self.start = start
@@ -157,8 +160,9 @@ class FixedRng:
 def test_cut_gives_the_numbers_of_a_hand_computed_case():
     """10 images, shares .1 .25 .4 .25, the third client is full.
 
-    Without it the shares sum to .6; cumulated and divided: 1/6, 3.5/6, 3.5/6, 1. Times 10, plus the start .5, rounded
-    down: floor(2.17) = 2, floor(6.33) = 6, 6, floor(10.5) = 10. Differences: 2, 4, 0, 4.
+    Without it the shares sum to .6; cumulated and divided: 1/6, 3.5/6, 3.5/6, 1. Times 10, plus the
+    start .5, rounded down: floor(2.17) = 2, floor(6.33) = 6, 6, floor(10.5) = 10. Differences: 2,
+    4, 0, 4.
     """
     counts = dealing._cut(
         10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng()
@@ -182,7 +186,7 @@ def test_cut_deals_no_image_that_is_not_there():
 
 
 def test_dirichlet_fills_no_client_by_more_than_one_class_beyond_the_average():
-    """A client at or over N/n gets nothing of later classes, so it overshoots by less than one class's size."""
+    """A client at or over N/n gets no later classes, so it overshoots by less than one class."""
     labels = np.repeat(np.arange(20), 50)
     sizes = [len(p) for seed in range(5) for p in dealing.dirichlet(labels, 10, 0.3, seed)]
     assert 100 < max(sizes) < 100 + 50
@@ -199,8 +203,11 @@ def test_dirichlet_class_mix_is_even_for_large_beta_and_skewed_for_small():
     assert 0.2 < paper < 0.6 < 0.8 < skewed
 
 
-def test_dirichlet_rounding_does_not_favour_some_clients():
-    """100 classes of 500 images on 1000 equal clients are half an image each: rounding must not pick the same half."""
+def test_dirichlet_rounding_does_not_favor_some_clients():
+    """100 classes of 500 images on 1000 equal clients are half an image each.
+
+    Rounding must not pick the same half.
+    """
     labels = np.arange(50_000) % 100
     sizes = np.array([len(part) for part in dealing.dirichlet(labels, 1000, 1e8, 0)])
     assert sizes.min() > 35
@@ -227,7 +234,10 @@ def test_classes_per_client_mixes_classes_freely():
 
 
 def test_top_up_warns_with_the_number_of_images_it_moved():
-    """One class and a beta that gives everything to one of 4 clients: each of the 3 others needs 10 images."""
+    """One class and a beta that gives everything to one of 4 clients.
+
+    Each of the 3 others needs 10 images.
+    """
     with pytest.warns(UserWarning, match=r"fewer than 10 images: moved 30 random images"):
         split = dealing.dirichlet(np.zeros(100, dtype=int), 4, 1e-9, 0)
     assert sorted(map(len, split)) == [10, 10, 10, 70]
@@ -281,7 +291,10 @@ def lines_run(deal, labels):
     ids=["dirichlet", "dirichlet of ten", "classes", "quantity"],
 )
 def test_a_thousand_clients_are_dealt_without_a_look_at_each_image(deal):
-    """What makes it quick on any machine: Python loops over classes and clients, and numpy over images."""
+    """What makes it quick on any machine.
+
+    Python loops over classes and clients, and numpy over images.
+    """
     labels = np.random.default_rng(0).integers(0, 100, 100_000)
     assert lines_run(deal, labels) < lines_run(deal, labels[:50_000]) + 5000
 

@@ -1,4 +1,4 @@
-"""The trained encoder without this package: every format gives the embeddings of the run's own backbone."""
+"""The encoder without this package: every format gives the embeddings of the backbone."""
 
 import base64
 import errno
@@ -48,9 +48,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three reds and three blues, of another size than the network's."""
     folder = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
-    for name, colour in (("red", (220, 30, 30)), ("blue", (20, 40, 210))):
+    for name, color in (("red", (220, 30, 30)), ("blue", (20, 40, 210))):
         for i in range(3):
-            noisy = np.clip(np.array(colour) + rng.normal(0, 12, (48, 64, 3)), 0, 255).astype(
+            noisy = np.clip(np.array(color) + rng.normal(0, 12, (48, 64, 3)), 0, 255).astype(
                 np.uint8
             )
             (folder / name).mkdir(exist_ok=True)
@@ -63,8 +63,11 @@ def images() -> torch.Tensor:
     return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def test_the_encoder_normalises_and_has_the_weights_of_the_run(run: Path) -> None:
-    """CIFAR-10's mean and std are those of the configuration; the weights are RUN/encoder.safetensors'."""
+def test_the_encoder_normalizes_and_has_the_weights_of_the_run(run: Path) -> None:
+    """CIFAR-10's mean and std are those of the configuration.
+
+    The weights are RUN/encoder.safetensors'.
+    """
     encoder = Encoder.of(run)
     weights = load_file(run / "encoder.safetensors")
     assert all(
@@ -165,7 +168,7 @@ def test_embed_writes_a_table(run: Path, pictures: Path, tmp_path: Path, suffix:
     if suffix == ".parquet":
         pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[tables]'")
     assert cli.main(["embed", str(run), str(pictures), "-o", str(file)]) == 0
-    expected = [f"{colour}/{i}.png" for colour in ("blue", "red") for i in range(3)]
+    expected = [f"{color}/{i}.png" for color in ("blue", "red") for i in range(3)]
     if suffix == ".npz":
         with np.load(file) as table:
             paths, features = table["path"].tolist(), table["embedding"]
@@ -373,7 +376,10 @@ def test_a_backbone_that_the_method_brings_is_announced_exported_and_embeds(
     name: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every format gives what the run's own network gives; code is imported only if that is allowed."""
+    """Every format gives what the run's own network gives.
+
+    Code is imported only if that is allowed.
+    """
     (modules / "mine.py").write_text(OWN_BACKBONE)
     folder = modules / "run"
     words = [

@@ -24,7 +24,7 @@ def prepare(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float().div(255)
 
 
-def unlabelled(count: int, **options: Any) -> Evaluator:
+def unlabeled(count: int, **options: Any) -> Evaluator:
     """Images whose first half is dark, as a folder that is sorted by path may be."""
     images = np.random.default_rng(0).integers(0, 100, (count, 16, 16, 3), dtype=np.uint8)
     images[count // 2 :] += 150
@@ -41,7 +41,7 @@ def unlabelled(count: int, **options: Any) -> Evaluator:
 
 
 def test_without_labels_the_health_of_the_training_images_is_measured_when_knn_is_due() -> None:
-    evaluator, model = unlabelled(40, knn_every=2, linear_every=3), make_model(SimCLR)
+    evaluator, model = unlabeled(40, knn_every=2, linear_every=3), make_model(SimCLR)
     expected = health(extract(model.backbone, evaluator.data.train.images, prepare))
     found = [evaluator.measure(model, CPU, round, rounds=5) for round in range(6)]
     assert [set(row) for row in found] == [
@@ -51,10 +51,10 @@ def test_without_labels_the_health_of_the_training_images_is_measured_when_knn_i
     assert evaluator.estimate_seconds(model, CPU, first_round=1, rounds=5) > 0
 
 
-def test_of_many_unlabelled_images_some_are_drawn_always_the_same(
+def test_of_many_unlabeled_images_some_are_drawn_always_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluate, "_UNLABELLED", 600)
+    monkeypatch.setattr(evaluate, "_UNLABELED", 600)
     seen: list[np.ndarray] = []
 
     def watched(network: torch.nn.Module, images: np.ndarray, *rest: Any) -> Tensor:
@@ -63,7 +63,7 @@ def test_of_many_unlabelled_images_some_are_drawn_always_the_same(
 
     monkeypatch.setattr(evaluate, "extract", watched)
     model = make_model(SimCLR)
-    looks = [unlabelled(1500).evaluate(model, CPU, knn=True, linear=True) for _ in range(2)]
+    looks = [unlabeled(1500).evaluate(model, CPU, knn=True, linear=True) for _ in range(2)]
     assert looks[0] == looks[1] != {}
     first, second = (np.concatenate(seen[i : i + 2]) for i in (0, 2))
     assert len(first) == 600
@@ -74,9 +74,9 @@ def test_of_many_unlabelled_images_some_are_drawn_always_the_same(
 @pytest.mark.parametrize("count", [0, 1])
 def test_where_there_are_no_images_nothing_is_measured(count: int) -> None:
     """A coordinator of real sites has none; of one image there is no spread to measure."""
-    evaluator, model = unlabelled(count), make_model(SimCLR)
+    evaluator, model = unlabeled(count), make_model(SimCLR)
     assert evaluator.evaluate(model, CPU, knn=True, linear=True) == {}
-    assert unlabelled(0).estimate_seconds(model, CPU, first_round=1, rounds=5) == 0
+    assert unlabeled(0).estimate_seconds(model, CPU, first_round=1, rounds=5) == 0
 
 
 def labeled(limit: int, **options: Any) -> Evaluator:
@@ -101,7 +101,10 @@ def labeled(limit: int, **options: Any) -> Evaluator:
 
 
 def test_images_left_out_of_training_still_lend_their_labels_to_evaluations() -> None:
-    """With labels of one class, nothing else can be told; with all labels, the mean color is enough."""
+    """With labels of one class, nothing else can be told.
+
+    With all labels, the mean color is enough.
+    """
     model = make_model(SimCLR)
     model.backbone = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     how: dict[str, Any] = {"knn_k": 5, "linear": LinearOptions(lr=0.5)}

@@ -89,7 +89,7 @@ def test_no_images_is_an_error(backbone, images):
         extract(backbone, images[:0], prepare)
 
 
-def test_measurable_drops_unlabelled_images_with_their_features():
+def test_measurable_drops_unlabeled_images_with_their_features():
     x, y = (
         torch.arange(4.0, dtype=torch.float64)[:, None],
         torch.tensor([1, -1, 0, -1], dtype=torch.int16),

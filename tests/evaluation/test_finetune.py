@@ -10,7 +10,7 @@ from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ImageStore
 from fedx_pl.data.images import Split
 from fedx_pl.errors import UserError
-from fedx_pl.evaluation.finetune import SemiOptions, fine_tune, labelled_subset, scores
+from fedx_pl.evaluation.finetune import SemiOptions, fine_tune, labeled_subset, scores
 
 STILL = AugmentOptions(crop="none", flip=0, brightness=0, contrast=0, saturation=0, hue=0)
 
@@ -33,8 +33,8 @@ def backbone() -> Small:
     return Small()
 
 
-def colours(count: int, seed: int = 0) -> Split:
-    """Four classes of noisy single-coloured 8 x 8 images."""
+def colors(count: int, seed: int = 0) -> Split:
+    """Four classes of noisy single-colored 8 x 8 images."""
     rng = np.random.default_rng(seed)
     palette = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [200, 200, 40]])
     labels = np.arange(count) % 4
@@ -46,7 +46,7 @@ def tuned(
     count: int, options: SemiOptions, seed: int = 0, augment: AugmentOptions = STILL, model: nn.Module | None = None,
     **more: object,
 ) -> nn.Module:  # fmt: skip
-    data = colours(count)
+    data = colors(count)
     store = ImageStore(data.images, torch.device("cpu"), 10**9)
     how = Augment(augment, (0.5,) * 3, (0.25,) * 3)
     rows = np.arange(count)
@@ -56,57 +56,63 @@ def tuned(
     )
 
 
-# --- the choice of labels ---------------------------------------------------------------------------------------------
+# --- the choice of labels
 
 
 @pytest.mark.parametrize(("fraction", "total"), [(0.01, 25), (0.05, 125), (0.1, 250), (1.0, 2500)])
 def test_the_share_is_kept_and_spread_evenly(fraction, total):
     labels = np.arange(2500) % 10
-    chosen = labelled_subset(labels, fraction, seed=0)
+    chosen = labeled_subset(labels, fraction, seed=0)
     assert len(chosen) == len(set(chosen.tolist())) == total
     counts = np.bincount(labels[chosen])
     assert counts.max() - counts.min() <= 1
 
 
 def test_classes_keep_their_proportions_and_none_is_left_out():
-    """10 % of 100, 29 and 3 images: 10, 2.9 and 0.3. Rounded down, and at least one: 10, 2, 1, which is all of 13."""
+    """10 % of 100, 29 and 3 images: 10, 2.9 and 0.3.
+
+    Rounded down, and at least one: 10, 2, 1, which is all of 13.
+    """
     labels = np.repeat([0, 1, 2], [100, 29, 3])
-    assert np.bincount(labels[labelled_subset(labels, 0.1, seed=3)]).tolist() == [10, 2, 1]
-    assert np.bincount(labels[labelled_subset(labels, 1 / 3, seed=3)]).tolist() == [33, 10, 1]
+    assert np.bincount(labels[labeled_subset(labels, 0.1, seed=3)]).tolist() == [10, 2, 1]
+    assert np.bincount(labels[labeled_subset(labels, 1 / 3, seed=3)]).tolist() == [33, 10, 1]
 
 
 def test_a_share_that_floats_cannot_hold_is_not_rounded_down():
     """0.29 * 100 is 28.999999999999996."""
     labels = np.repeat([0, 1], [100, 100])
-    assert np.bincount(labels[labelled_subset(labels, 0.29, seed=0)]).tolist() == [29, 29]
+    assert np.bincount(labels[labeled_subset(labels, 0.29, seed=0)]).tolist() == [29, 29]
 
 
-def test_unlabelled_images_and_missing_classes_are_no_trouble():
+def test_unlabeled_images_and_missing_classes_are_no_trouble():
     labels = np.array([-1, 5, -1, 5, 7, -1])
-    assert labelled_subset(labels, 1.0, seed=0).tolist() == [1, 3, 4]
-    assert sorted(labels[labelled_subset(labels, 0.01, seed=0)]) == [5, 7]
-    assert len(labelled_subset(np.full(4, -1), 0.5, seed=0)) == 0
+    assert labeled_subset(labels, 1.0, seed=0).tolist() == [1, 3, 4]
+    assert sorted(labels[labeled_subset(labels, 0.01, seed=0)]) == [5, 7]
+    assert len(labeled_subset(np.full(4, -1), 0.5, seed=0)) == 0
 
 
 def test_the_choice_depends_on_the_seed_and_a_larger_share_adds_to_a_smaller_one():
     labels = np.arange(1000) % 10
-    small, large = labelled_subset(labels, 0.05, seed=1), labelled_subset(labels, 0.1, seed=1)
+    small, large = labeled_subset(labels, 0.05, seed=1), labeled_subset(labels, 0.1, seed=1)
     assert set(small) < set(large)
-    assert np.array_equal(small, labelled_subset(labels, 0.05, seed=1))
-    assert not np.array_equal(small, labelled_subset(labels, 0.05, seed=2))
+    assert np.array_equal(small, labeled_subset(labels, 0.05, seed=1))
+    assert not np.array_equal(small, labeled_subset(labels, 0.05, seed=2))
 
 
-# --- the fine-tuning --------------------------------------------------------------------------------------------------
+# --- the fine-tuning
 
 
 def test_steps_equal_sgd_with_momentum_by_hand():
-    """One batch of all images, three epochs: v <- 0.9 v + g, w <- w - lr v, for backbone and classifier alike."""
+    """One batch of all images, three epochs.
+
+    v <- 0.9 v + g, w <- w - lr v, for backbone and classifier alike.
+    """
     options = SemiOptions(epochs=3, lr=0.05, batch_size=16)
     found = tuned(16, options)
     reference = tuned(
         16, dataclasses.replace(options, lr=1e-30)
     )  # the start: such a step moves nothing
-    data = colours(16)
+    data = colors(16)
     x = (torch.from_numpy(data.images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     velocity = [torch.zeros_like(p) for p in reference.parameters()]
     for _ in range(3):
@@ -129,7 +135,7 @@ def test_the_whole_network_learns_and_the_given_backbone_stays_as_it_was():
         40, SemiOptions(epochs=30, lr=0.05, batch_size=8), augment=AugmentOptions(), model=model
     )
     how = Augment(STILL, (0.5,) * 3, (0.25,) * 3)
-    assert scores(network, colours(200, seed=1), how.plain).top1 > 95
+    assert scores(network, colors(200, seed=1), how.plain).top1 > 95
     assert not model.training
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -162,7 +168,7 @@ def test_a_batch_of_one_image_is_trained_on_and_every_step_is_told(images, batch
     assert all(torch.isfinite(p).all() for p in network.parameters())
 
 
-# --- the accuracy -----------------------------------------------------------------------------------------------------
+# --- the accuracy
 
 
 class Fixed(nn.Module):
@@ -176,7 +182,7 @@ class Fixed(nn.Module):
         return torch.tensor([0.0, self.value]).expand(len(x), 2)
 
 
-def test_accuracy_counts_labelled_images_only():
+def test_accuracy_counts_labeled_images_only():
     test = Split(np.zeros((5, 4, 4, 3), np.uint8), np.array([1, 0, 1, -1, 1]))
     assert scores(Fixed(), test, lambda images: images.float()).top1 == 75.0
 

@@ -36,7 +36,7 @@ def test_angles_of_parallel_vectors_are_zero_and_never_nan():
     assert angles(z, -z).min() > 180 - 1e-4
 
 
-def test_prototypes_are_means_of_the_class_and_leave_unlabelled_images_out():
+def test_prototypes_are_means_of_the_class_and_leave_unlabeled_images_out():
     z = torch.tensor([[1.0, 1.0], [3.0, 5.0], [9.0, 9.0], [0.0, 2.0]])
     found = prototypes(z, torch.tensor([0, 0, -1, 2]), classes=3)
     assert found[[0, 2]].tolist() == [[2.0, 3.0], [0.0, 2.0]]
@@ -44,7 +44,10 @@ def test_prototypes_are_means_of_the_class_and_leave_unlabelled_images_out():
 
 
 def test_interclass_angles_of_all_pairs_of_classes_that_have_images():
-    """Prototypes (2, 0), none, (0, 1), (-1, 0): pairs (0, 2), (0, 3) and (2, 3) are 90, 180 and 90 degrees apart."""
+    """Prototypes (2, 0), none, (0, 1), (-1, 0).
+
+    Pairs (0, 2), (0, 3) and (2, 3) are 90, 180 and 90 degrees apart.
+    """
     z = torch.tensor([[1.0, 1.0], [3.0, -1.0], [0.0, 1.0], [-1.0, 0.0], [5.0, 5.0]])
     found = interclass_angles(z, torch.tensor([0, 0, 2, 3, -1]), classes=4)
     torch.testing.assert_close(found, torch.tensor([90, 180, 90], dtype=torch.float64))
@@ -100,7 +103,10 @@ def test_rankme_equals_its_definition_by_a_singular_value_decomposition(rows, co
 
 
 def test_health_of_directions_that_spread_and_of_a_collapse():
-    """The eight directions +-e_i in 4 dimensions: each column is 1, -1 and six zeros, of variance 2 / 7."""
+    """The eight directions +-e_i in 4 dimensions.
+
+    Each column is 1, -1 and six zeros, of variance 2 / 7.
+    """
     spread = health(torch.cat([torch.eye(4), -torch.eye(4)]))
     assert spread["feature_std"] == pytest.approx(math.sqrt(2 / 7))
     assert spread["rankme"] == pytest.approx(4, abs=1e-3)
@@ -134,7 +140,10 @@ def test_box_is_what_matplotlib_draws():
 
 
 def test_box_of_numbers_by_hand():
-    """0, 1, 2, 3, 4 and 100: quartiles 1.25, 2.5 and 3.75, so that 100 is beyond 3.75 + 1.5 * 2.5."""
+    """0, 1, 2, 3, 4 and 100.
+
+    Quartiles 1.25, 2.5 and 3.75, so that 100 is beyond 3.75 + 1.5 * 2.5.
+    """
     found = box(torch.tensor([0.0, 1, 2, 3, 4, 100]))
     expected = {"q1": 1.25, "median": 2.5, "q3": 3.75, "low": 0.0, "high": 4.0, "mean": 110 / 6}
     assert found == {name: pytest.approx(value) for name, value in expected.items()}

@@ -9,20 +9,23 @@ from fedx_pl.evaluation.knn import knn_scores, knn_votes
 
 
 def at(*degrees: float) -> torch.Tensor:
-    """Points in the plane at these angles; their cosine similarity is the cosine of the difference."""
+    """Points in the plane at these angles.
+
+    Their cosine similarity is the cosine of the difference.
+    """
     angles = torch.tensor(degrees).deg2rad()
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
 def brute_force(train_x, train_y, test_x, k, tau, classes):
-    """One sample, one neighbour at a time, in float64."""
+    """One sample, one neighbor at a time, in float64."""
     train = [row / np.linalg.norm(row) for row in train_x.double().numpy()]
     predictions = []
     for row in test_x.double().numpy():
         similarity = [float(row / np.linalg.norm(row) @ other) for other in train]
         votes = [0.0] * classes
-        for neighbour in sorted(range(len(train)), key=lambda i: -similarity[i])[:k]:
-            votes[int(train_y[neighbour])] += math.exp(similarity[neighbour] / tau)
+        for neighbor in sorted(range(len(train)), key=lambda i: -similarity[i])[:k]:
+            votes[int(train_y[neighbor])] += math.exp(similarity[neighbor] / tau)
         predictions.append(max(range(classes), key=votes.__getitem__))
     return predictions
 
@@ -41,10 +44,11 @@ def test_equals_the_brute_force_vote(monkeypatch, k, tau, chunk):
     assert predictions.tolist() == brute_force(train_x, train_y, test_x, k, tau, 4)
 
 
-def test_temperature_decides_between_one_near_and_two_far_neighbours():
+def test_temperature_decides_between_one_near_and_two_far_neighbors():
     """Query at 0, class 0 at 10 degrees, class 1 twice at 40: similarities 0.985 and 0.766.
 
-    The far pair wins if 2 exp(0.766 / tau) > exp(0.985 / tau), that is if tau > 0.219 / ln 2 = 0.316.
+    The far pair wins if 2 exp(0.766 / tau) > exp(0.985 / tau), that is if tau > 0.219 / ln 2 =
+    0.316.
     """
     train_x, train_y = at(10, 40, -40), torch.tensor([0, 1, 1])
     assert knn_votes(train_x, train_y, at(0), k=3, tau=0.30, classes=2).argmax(1).tolist() == [0]
@@ -72,7 +76,7 @@ def test_a_tiny_temperature_does_not_overflow():
     assert knn_votes(train_x, train_y, at(0), k=2, tau=0.005, classes=2).argmax(1).tolist() == [1]
 
 
-def test_unlabelled_images_neither_vote_nor_count():
+def test_unlabeled_images_neither_vote_nor_count():
     train_x, train_y = at(0, 1, 2, 60), torch.tensor([-1, -1, -1, 1])
     assert (
         knn_scores(train_x, train_y, at(0, 90), torch.tensor([1, -1]), k=3, classes=2).top1 == 100.0
@@ -91,7 +95,7 @@ def test_non_finite_features_give_nan_and_a_warning(bad, where):
 
 def test_no_labels_give_nan_and_a_warning():
     y = torch.tensor([0, 1])
-    with pytest.warns(UserWarning, match="no labelled test images"):
+    with pytest.warns(UserWarning, match="no labeled test images"):
         assert math.isnan(knn_scores(at(0, 90), y, at(0, 90), torch.full((2,), -1), classes=2).top1)
 
 

@@ -15,17 +15,20 @@ from fedx_pl.evaluation.scores import score
 def blobs(
     count: int, classes: int, width: int = 16, noise: float = 2.0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Gaussian classes whose centres do not depend on the seed."""
-    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
+    """Gaussian classes whose centers do not depend on the seed."""
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, classes, (count,), generator=generator)
-    return centres[labels] + noise * torch.randn(count, width, generator=generator), labels
+    return centers[labels] + noise * torch.randn(count, width, generator=generator), labels
 
 
 def textbook(
     layer: nn.Linear, x: Tensor, y: Tensor, batches: list[Tensor], options: LinearOptions
 ) -> Tensor:
-    """nn.Linear + CrossEntropyLoss + torch.optim.Adam over these batches; weight and bias as (classes, D + 1)."""
+    """nn.Linear + CrossEntropyLoss + torch.optim.Adam over these batches.
+
+    Weight and bias as (classes, D + 1).
+    """
     optimizer = torch.optim.Adam(
         layer.parameters(), lr=options.lr, weight_decay=options.weight_decay
     )
@@ -44,7 +47,8 @@ def start(classes: int, width: int) -> tuple[nn.Linear, Tensor]:
     return layer, weight
 
 
-# A large weight decay, so that a decoupled or forgotten one shows; 1e-6 would hide in the tolerance.
+# A large weight decay, so that a decoupled or forgotten one shows; 1e-6 would hide in the
+# tolerance.
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
 def test_each_step_equals_torch_adam(steps):
     x, y = blobs(10 * 16, classes=5)
@@ -74,7 +78,10 @@ def test_epochs_with_a_short_last_batch_and_many_shuffled_chunks_equal_torch_ada
 
 
 def test_ends_where_a_data_loader_ends():
-    """Converged, overlapping classes: other batches and another start give the same accuracy within a point."""
+    """Converged, overlapping classes.
+
+    Other batches and another start give the same accuracy within a point.
+    """
     (x, y), (test_x, test_y) = blobs(600, 4), blobs(2000, 4, seed=1)
     options = LinearOptions(epochs=30, lr=1e-2)
     torch.manual_seed(0)
@@ -95,7 +102,10 @@ def test_ends_where_a_data_loader_ends():
 
 
 def test_starts_as_nn_linear_does():
-    """A vanishing step: the accuracy is that of weights drawn from U(-1/sqrt(D), 1/sqrt(D)), chance over seeds."""
+    """A vanishing step.
+
+    The accuracy is that of weights drawn from U(-1/sqrt(D), 1/sqrt(D)), chance over seeds.
+    """
     x, y = blobs(500, 10, noise=0.1)
     options = LinearOptions(epochs=1, lr=1e-12)
     top1 = [
@@ -139,7 +149,10 @@ def test_small_steps_run_on_one_thread_and_the_setting_is_put_back(monkeypatch):
 
 
 def test_top5_counts_the_five_best():
-    """Logits 7 .. 0 for classes 0 .. 7 whatever the features: labels 0, 4 and 5 are first, fifth and sixth."""
+    """Logits 7 .. 0 for classes 0 ..
+
+    7 whatever the features: labels 0, 4 and 5 are first, fifth and sixth.
+    """
     logits = torch.arange(7.0, -1, -1).expand(3, 8)
     labels = torch.tensor([0, 4, 5])
     found = score(logits, labels, classes=8)
@@ -175,7 +188,7 @@ def test_a_class_without_train_images_is_not_predicted():
     assert result.top1 == pytest.approx(100 * (test_y != 2).double().mean().item())
 
 
-def test_unlabelled_images_are_left_out_of_both_sets():
+def test_unlabeled_images_are_left_out_of_both_sets():
     (x, y), (test_x, test_y) = blobs(100, 4), blobs(100, 4, seed=1)
     options = LinearOptions(epochs=3)
     clean = linear_probe(x, y, test_x, test_y, classes=4, options=options, seed=0)

@@ -9,7 +9,10 @@ from fedx_pl.evaluation.scores import score
 
 
 def test_four_images_of_three_classes_by_hand() -> None:
-    """Labels 0 0 1 1, predictions 0 2 1 1: three of four are right; class 0 half, class 1 all, class 2 has no image."""
+    """Labels 0 0 1 1, predictions 0 2 1 1.
+
+    Three of four are right; class 0 half, class 1 all, class 2 has no image.
+    """
     outputs = torch.tensor([[3.0, 1.0, 2.0], [1.0, 0.0, 2.0], [0.0, 5.0, 1.0], [0.0, 2.0, 1.0]])
     found = score(outputs, torch.tensor([0, 0, 1, 1]), classes=3)
     assert found.top1 == 75.0

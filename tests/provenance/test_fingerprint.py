@@ -208,7 +208,7 @@ def test_other_edits_show(old: str, new: str) -> None:
 
 
 def test_what_a_class_does_not_read_does_not_count() -> None:
-    """A global with the name of an attribute is something else, and results are often kept in one."""
+    """A global with the name of an attribute is something else, and may hold results."""
     first = code_of(notebook(CELL))
     assert code_of(notebook(f"{CELL}\nfirst = mean = a = [1]\nunused = {{}}\n")) == first
 
@@ -260,7 +260,10 @@ def test_a_class_that_cannot_be_pickled_counts_by_its_attributes() -> None:
 
 
 def test_of_a_script_only_the_class_counts(modules: Path) -> None:
-    """In processes of their own, with different hash seeds: a script, and the same read from standard input."""
+    """In processes of their own, with different hash seeds.
+
+    A script, and the same read from standard input.
+    """
     (modules / "script.py").write_text(CELL + LOOK)
     (modules / "longer.py").write_text(f"{CELL}{LOOK}\nprint('the rest of a script may change')\n")
 

@@ -1,4 +1,4 @@
-"""Which code is a run's own: the method's files and what they import, and nothing of any library."""
+"""The code of a run: the method's files and what they import, and nothing of a library."""
 
 from pathlib import Path
 

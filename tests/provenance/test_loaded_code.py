@@ -32,7 +32,10 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modu
 
 
 def test_an_edit_between_the_import_and_the_first_run_is_noticed(modules: Path) -> None:
-    """Wherever in the file, and without any run before it: what was loaded is noted when the class is made."""
+    """Wherever in the file, and without any run before it.
+
+    What was loaded is noted when the class is made.
+    """
     text = "TAU = [0.1]\n" + METHOD
     for old, new in [("mean", "sum"), ("[0.1]", "[0.2]"), ("Loss(a=", "Loss(b="), ("TAU", "# TAU")]:
         write_modules(modules, mine=text)
@@ -77,7 +80,7 @@ TABLE = {"six": lambda x: x * 6}
 def test_a_helper_that_was_edited_before_the_method_was_made_is_noticed(
     modules: Path, number: int | None
 ) -> None:
-    """Its functions are compared with its file, also those in classes, in tables and under decorators."""
+    """Functions are compared with the file, also in classes, in tables and under decorators."""
     write_modules(modules, helper=HELPER)
     crit = importlib.import_module("helper").Crit()
     for _ in range(20):  # Python may rewrite the bytecode of functions that run often.

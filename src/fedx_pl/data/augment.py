@@ -1,9 +1,10 @@
 """Random views of images: whole uint8 batches are augmented at once, on the device they live on.
 
-Every image draws its own parameters, nothing runs per sample in Python, and nothing waits for the device: a batch's
-parameters come from one `torch.rand`, and "apply with probability p" means a neutral parameter (factor 1, shift 0,
-sigma 0) for the others, not a selection of rows. Pixels keep the range 0..255 until `Augment._normalise`, where the
-division is free; colour operations do not care, except for their clamp. They reproduce those of torchvision
+Every image draws its own parameters, nothing runs per sample in Python, and nothing waits for the
+device: a batch's parameters come from one `torch.rand`, and "apply with probability p" means a
+neutral parameter (factor 1, shift 0, sigma 0) for the others, not a selection of rows. Pixels keep
+the range 0..255 until `Augment._normalize`, where the division is free; color operations do not
+care, except for their clamp. They reproduce those of torchvision
 (`torchvision.transforms.v2.functional` on float images).
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from fedx_pl.options import Options, option
 
 WHITE = 255.0
-LUMA = (0.2989, 0.587, 0.114)  # torchvision's weights for grey
+LUMA = (0.2989, 0.587, 0.114)  # torchvision's weights for gray
 LOG_RATIO = math.log(4 / 3)  # random resized crop: aspect ratios 3/4 .. 4/3
 SIGMA = (0.1, 2.0)  # SimCLR's range of blur
 CROPS = ("pad", "resized", "none")
@@ -68,7 +69,8 @@ class AugmentOptions(Options):
 class _Uniforms(NamedTuple):
     """One uniform number in [0, 1) per image and decision, each of shape (B,).
 
-    All are drawn whatever the options are, so that switching one step off leaves the other steps' randomness as it was.
+    All are drawn whatever the options are, so that switching one step off leaves the other steps'
+    randomness as it was.
     """
 
     crop_y: Tensor
@@ -88,7 +90,7 @@ class _Uniforms(NamedTuple):
 
 
 class Augment:
-    """Turns stored uint8 batches into normalised network inputs, with (`__call__`) or without (`plain`) randomness.
+    """Turns stored uint8 batches into network inputs, at random (`__call__`) or not (`plain`).
 
     Args:
         options: What to do.
@@ -113,11 +115,13 @@ class Augment:
 
         Args:
             images: (B, H, W, C) uint8.
-            generator: The only source of randomness. It may live on the CPU while the images do not: the parameters
-                are then copied over, and a seed means the same views on every device.
+            generator: The only source of randomness. It may live on the CPU while the images do
+                not: the parameters are then copied over, and a seed means the same views on every
+                device.
 
         Returns:
-            (B, C, h, w) float32, normalised, in channels_last memory; h = w = `size`, or the stored H and W.
+            (B, C, h, w) float32, normalized, in channels_last memory; h = w = `size`, or the stored
+            H and W.
         """
         self._check(images)
         if len(images) == 0:  # torch makes no grid for an empty batch
@@ -128,13 +132,13 @@ class Augment:
         )
         draws = _Uniforms(*u.unbind(0))
         x = self._geometry(images, draws)
-        x = self._colour(
+        x = self._color(
             x, draws, order=torch.randperm(4, generator=_host_generator(generator)).tolist()
         )
-        return self._normalise(x)
+        return self._normalize(x)
 
     def plain(self, images: Tensor) -> Tensor:
-        """The same without randomness, for evaluation: centre square resized to `size` if need be, then normalised.
+        """Normalizes images without randomness; if `size` says so, resizes their center square.
 
         Args:
             images: (B, H, W, C) uint8.
@@ -143,7 +147,7 @@ class Augment:
             (B, C, h, w) float32 in channels_last memory.
         """
         self._check(images)
-        return self._normalise(self._fit(images).permute(0, 3, 1, 2))
+        return self._normalize(self._fit(images).permute(0, 3, 1, 2))
 
     def _check(self, images: Tensor) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != len(self.mean):
@@ -151,7 +155,7 @@ class Augment:
             raise ValueError(f"images must be {want}, got {tuple(images.shape)} of {images.dtype}")
 
     def _fit(self, images: Tensor) -> Tensor:
-        """Brings (B, H, W, C) to the output size: unchanged, or as float32 the centre square resized (antialiased)."""
+        """Resizes the center square of (B, H, W, C) to the output size, if it has another one."""
         size = self.options.size
         height, width = images.shape[1:3]
         if size == 0 or (height, width) == (size, size):
@@ -162,7 +166,7 @@ class Augment:
         return F.interpolate(x, (size, size), mode="bilinear", antialias=True).permute(0, 2, 3, 1)
 
     def _geometry(self, images: Tensor, draws: _Uniforms) -> Tensor:
-        """Crop, flip, then rotation: (B, H, W, C) to (B, C, h, w), any dtype, any memory order."""
+        """Crops, flips and rotates: (B, H, W, C) to (B, C, h, w), any dtype, any memory order."""
         options = self.options
         flip = draws.flip < options.flip
         degrees = (2 * draws.angle - 1) * options.rotation if options.rotation else None
@@ -183,8 +187,8 @@ class Augment:
             else warp(x.float(), (x.shape[2], x.shape[3]), None, flip=None, degrees=degrees)
         )
 
-    def _colour(self, x: Tensor, draws: _Uniforms, order: list[int]) -> Tensor:
-        """Jitter in the given order of its four steps, grey, blur: (B, C, h, w) to the same shape."""
+    def _color(self, x: Tensor, draws: _Uniforms, order: list[int]) -> Tensor:
+        """Applies jitter, its four steps in the given order, then gray and blur to (B, C, h, w)."""
         options = self.options
         rgb = x.shape[1] == 3
         jitter: list[tuple[float, Tensor, Callable[[Tensor, Tensor], Tensor]]] = [
@@ -196,7 +200,8 @@ class Augment:
         steps = [jitter[i] for i in order if jitter[i][0] and options.jitter_prob]
         if not (steps or options.grayscale * rgb or options.blur):
             return x
-        # One plane per channel from here on: channels side by side in memory would make each operation crawl.
+        # One plane per channel from here on: channels side by side in memory would make each
+        # operation crawl.
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
         on = draws.jitter < options.jitter_prob
         for strength, u, apply in steps:
@@ -210,8 +215,8 @@ class Augment:
             x = gaussian_blur(x, torch.where(draws.blur < options.blur, sigma, 0.0))
         return x
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        """(B, C, h, w) in 0..255 to (x/255 - mean)/std, float32, channels_last."""
+    def _normalize(self, x: Tensor) -> Tensor:
+        """Maps (B, C, h, w) in 0..255 to (x/255 - mean)/std, float32, channels_last."""
         batch, channels, height, width = x.shape
         x = x.to(torch.float32, memory_format=torch.channels_last).permute(0, 2, 3, 1)
         key = (x.device, width)
@@ -223,7 +228,8 @@ class Augment:
             rows = (1 / (WHITE * std)).repeat(width), (-mean / std).repeat(width)
             self._rows[key] = (rows[0].float().to(x.device), rows[1].float().to(x.device))
         scale, shift = self._rows[key]
-        # A whole image row against a row of constants: six times faster on a CPU than broadcasting over 3 channels.
+        # A whole image row against a row of constants: six times faster on a CPU than broadcasting
+        # over 3 channels.
         rows_view = x.view(batch, height, width * channels)
         return (
             rows_view.mul_(scale)
@@ -234,10 +240,11 @@ class Augment:
 
 
 def _host_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator whose numbers Python can read at once: itself on a CPU, else a CPU one that follows from its state.
+    """The generator itself on a CPU, else a CPU generator that is seeded by its state.
 
-    A device generator keeps its state (seed and offset) in host memory, so reading it does not wait for the device; and
-    as the result depends on nothing else, there is no hidden counter that a resumed run would have to restore.
+    A device generator keeps its state (seed and offset) in host memory, so reading it does not wait
+    for the device; and as the result depends on nothing else, there is no hidden counter that a
+    resumed run would have to restore.
     """
     if generator.device.type == "cpu":
         return generator
@@ -246,7 +253,7 @@ def _host_generator(generator: torch.Generator) -> torch.Generator:
 
 
 def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Tensor) -> Tensor:
-    """Reflect-pads by `pad`, crops the stored size back at a random place and mirrors, as one gather of pixels.
+    """Reflect-pads by `pad`, crops the stored size at a random place and mirrors, in one gather.
 
     Args:
         images: (B, H, W, C), any dtype.
@@ -277,19 +284,21 @@ def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Ten
 
 
 def _reflect(index: Tensor, size: int) -> Tensor:
-    """Folds any integer index into 0..size-1 by mirroring at the edge pixels, which are not repeated."""
+    """Folds any index into 0..size-1 by mirroring at the edge pixels, which are not repeated."""
     period = max(2 * (size - 1), 1)
     index = index % period
     return torch.minimum(index, period - index)
 
 
 def crop_box(height: int, width: int, draws: _Uniforms, scale_min: float) -> Tensor:
-    """Draws torchvision's random resized crop: area share uniform, log of the aspect ratio uniform, place uniform.
+    """Draws torchvision's random resized crop: share of area, log of ratio and place are uniform.
 
-    A box that does not fit is clamped to the image (torchvision draws again), and its borders need not be whole pixels.
+    A box that does not fit is clamped to the image (torchvision draws again), and its borders need
+    not be whole pixels.
 
     Returns:
-        (4, B): half width, half height, centre x, centre y, in the -1..1 coordinates of `grid_sample`.
+        (4, B): half width, half height, center x, center y, in the -1..1 coordinates of
+        `grid_sample`.
     """
     area = (scale_min + (1 - scale_min) * draws.area) * (height * width)
     ratio = torch.exp((2 * draws.ratio - 1) * LOG_RATIO)
@@ -312,7 +321,7 @@ def warp(
     flip: Tensor | None,
     degrees: Tensor | None,
 ) -> Tensor:
-    """Crops a box, mirrors, resizes and rotates about the centre of the result, with one bilinear resampling.
+    """Crops a box, mirrors, resizes and rotates about the center, with one bilinear resampling.
 
     A rotation shows what the image holds beyond the box, and black beyond the image.
 
@@ -328,7 +337,7 @@ def warp(
     """
     batch, channels, height, width = x.shape
     zeros, ones = x.new_zeros(batch), x.new_ones(batch)
-    half_w, half_h, centre_x, centre_y = (
+    half_w, half_h, center_x, center_y = (
         (ones, ones, zeros, zeros) if box is None else box.unbind(0)
     )
     if flip is not None:
@@ -339,14 +348,15 @@ def warp(
         [
             half_w * cos,
             half_w * -sin / aspect,
-            centre_x,
+            center_x,
             half_h * sin * aspect,
             half_h * cos,
-            centre_y,
+            center_y,
         ],
         dim=1,
     ).view(batch, 2, 3)
-    # When shrinking, several samples per output pixel are averaged, or fine texture would turn into noise (aliasing).
+    # When shrinking, several samples per output pixel are averaged, or fine texture would turn into
+    # noise (aliasing).
     per_pixel = max(1, min(height // size[0], width // size[1]))
     grid = F.affine_grid(
         theta, [batch, channels, size[0] * per_pixel, size[1] * per_pixel], align_corners=False
@@ -362,42 +372,46 @@ def brightness_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast_(x: Tensor, factor: Tensor) -> Tensor:
-    """Moves (B, C, H, W) pixels in 0..255 away from their image's mean grey by (B,) factors, in place."""
+    """Moves (B, C, H, W) pixels in 0..255 from their mean gray by (B,) factors, in place."""
     means = x.mean((2, 3))
-    # The mean of the grey image is the grey of the mean: no grey image is made.
-    grey = _grey(means[:, :, None, None]) if x.shape[1] == 3 else means.mean(1).view(-1, 1, 1, 1)
-    return _blend_(x, grey, factor)
+    # The mean of the gray image is the gray of the mean: no gray image is made.
+    gray = _gray(means[:, :, None, None]) if x.shape[1] == 3 else means.mean(1).view(-1, 1, 1, 1)
+    return _blend_(x, gray, factor)
 
 
 def saturation_(x: Tensor, factor: Tensor) -> Tensor:
-    """Moves (B, 3, H, W) pixels in 0..255 away from their own grey by (B,) factors, in place; 0 drops all colour."""
-    return _blend_(x, _grey(x), factor)
+    """Moves (B, 3, H, W) pixels from their gray by (B,) factors, in place; 0 drops all color."""
+    return _blend_(x, _gray(x), factor)
 
 
 def _blend_(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    """x <- factor * x + (1 - factor) * other, clamped. `torch.lerp` is three times slower when it must broadcast."""
+    """Sets x to factor * x + (1 - factor) * other, clamped.
+
+    `torch.lerp` is three times slower when it must broadcast.
+    """
     factor = factor.view(-1, 1, 1, 1)
     return x.mul_(factor).add_(other * (1 - factor)).clamp_(0, WHITE)
 
 
-def _grey(x: Tensor) -> Tensor:
+def _gray(x: Tensor) -> Tensor:
     """(B, 3, H, W) to (B, 1, H, W)."""
     r, g, b = x.split(1, dim=1)
     return (r * LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2])
 
 
 def hue_(x: Tensor, shift: Tensor) -> Tensor:
-    """Turns the hue of (B, 3, H, W) pixels by (B,) shifts in turns of the colour circle (-0.5 .. 0.5), in place.
+    """Turns the hue of (B, 3, H, W) pixels by (B,) shifts of the color circle, in place.
 
-    Value and chroma stay, so no HSV image is needed: a channel is at full value while the hue is within 1/6 turn of
-    that channel's own hue (red 0, green 1/3, blue 2/3) and falls linearly by the chroma until 1/3 turn.
+    Value and chroma stay, so no HSV image is needed: a channel is at full value while the hue is
+    within 1/6 turn of that channel's own hue (red 0, green 1/3, blue 2/3) and falls linearly by the
+    chroma until 1/3 turn.
     """
     r, g, b = x.split(1, dim=1)
     value = torch.maximum(torch.maximum(r, g), b)
     chroma = value - torch.minimum(torch.minimum(r, g), b)
     sixth = (
         (6 * chroma).clamp_min_(1e-6).reciprocal_()
-    )  # grey pixels have no hue; any will do, as their chroma is 0
+    )  # gray pixels have no hue; any will do, as their chroma is 0
     red, green, blue = (
         (g - b).mul_(sixth),
         (b - r).mul_(sixth).add_(1 / 3),
@@ -418,7 +432,7 @@ def hue_(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blurs each image with its own sigma; the kernel is a tenth of the shorter side, as in SimCLR, at least 3 wide.
+    """Blurs each image with its sigma; the kernel is a tenth of the shorter side, at least 3.
 
     Args:
         x: (B, C, H, W) float.
@@ -434,7 +448,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
         -0.5 * (offsets / sigma.clamp_min(1e-3)[:, None]) ** 2
     )  # sigma 0: exactly one tap of 1
     taps = (kernel / kernel.sum(1, keepdim=True)).T.reshape(-1, len(x), 1, 1, 1)
-    # A sum of shifted images: a convolution would need B * C groups, and autocast would round it to half precision.
+    # A sum of shifted images: a convolution would need B * C groups, and autocast would round it to
+    # half precision.
     for dim, pads in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):
         padded = F.pad(x, pads, mode="reflect")
         size = x.shape[dim]

@@ -1,4 +1,4 @@
-"""One client's batches: index the resident images, augment the whole batch on the training device."""
+"""Batches of one client: rows of the resident images, augmented on the training device."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from fedx_pl.seeding import derive
 
 
 class ImageStore:
-    """All images of the process, uint8 (N, H, W, C): on the training device if they fit, else read as needed."""
+    """All images of the process, uint8 (N, H, W, C), on the training device if they fit."""
 
     def __init__(self, images: np.ndarray, device: torch.device, resident_bytes: int) -> None:
         """Copies the images to the device if they fit.
@@ -41,7 +41,7 @@ class ImageStore:
         return len(self._mapped)
 
     def take(self, index: Tensor) -> Tensor:
-        """Images at ``index`` (n,) on `index_device` -> uint8 (n, H, W, C) on the training device."""
+        """Copies images (n, H, W, C) to the training device; ``index`` (n,) is on `index_device`."""
         if self._resident is not None:
             return self._resident[index]
         images = torch.from_numpy(self._mapped[index.numpy()])
@@ -54,9 +54,9 @@ class ImageStore:
 class ClientData:
     """A client's images and how they become batches.
 
-    Batches have one static shape. What is left over when the client's images do not fill the last batch comes
-    in another epoch, since each is shuffled anew; a client smaller than a batch trains on one batch of all it has, and
-    one with a single image on that image twice.
+    Batches have one static shape. What is left over when the client's images do not fill the last
+    batch comes in another epoch, since each is shuffled anew; a client smaller than a batch trains
+    on one batch of all it has, and one with a single image on that image twice.
     """
 
     store: ImageStore
@@ -80,7 +80,7 @@ class ClientData:
         return self.num_images // self.views_size
 
     def epoch(self, number: int) -> Iterator[Views]:
-        """Batches of one local epoch, all randomness derived from the client's seed and the epoch."""
+        """Yields the batches of a local epoch; the client's seed and the epoch decide them."""
         device = self.store.device
         generator = torch.Generator(device).manual_seed(derive(self.seed, "augment", number))
         order = self._order("order", number)
@@ -111,12 +111,12 @@ class ClientData:
         return torch.randperm(self.num_images, generator=generator).to(self.store.index_device)
 
     def plain_batches(self, batch_size: int = 500) -> Iterator[Tensor]:
-        """All images in order, un-augmented and normalised."""
+        """All images in order, un-augmented and normalized."""
         for rows in self.index.split(batch_size):
             yield self.augment.plain(self.store.take(rows))
 
     def plain_sample(self, size: int) -> Tensor:
-        """At most ``size`` images drawn at random, un-augmented and normalised."""
+        """At most ``size`` images drawn at random, un-augmented and normalized."""
         return self.augment.plain(
             self.store.take(self.index[at_least_two(self._order("sample")[:size])])
         )
@@ -137,10 +137,10 @@ def batches_of(
         store: all images.
         rows: (N,) of them, the client's own.
         augment: makes the views.
-        batch_size: images per step. ``B`` is as large with FedX's relational terms as without them, or an ablation
-            would change two things at once.
-        model: says how many of a step's images are reserved, and whether they come as a relation batch. What is no
-            `SSLMethod` wants none.
+        batch_size: images per step. ``B`` is as large with FedX's relational terms as without them,
+            or an ablation would change two things at once.
+        model: says how many of a step's images are reserved, and whether they come as a relation
+            batch. What is no `SSLMethod` wants none.
         seed: of this client in this round.
     """
     reserved, relation_batch = 0, False
@@ -172,8 +172,8 @@ class LocalEpochs:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Views]:
-        # A generator, so that an epoch counts when its first batch is asked for: Lightning also makes iterators that
-        # it never uses.
+        # A generator, so that an epoch counts when its first batch is asked for: Lightning also
+        # makes iterators that it never uses.
         number, self.number = self.number, self.number + 1
         batches = self.data.epoch(number)
         while True:

@@ -1,8 +1,9 @@
 """Deals images out to clients.
 
-A split is a list with one sorted int64 index array per client. Every function here returns disjoint, non-empty arrays
-that cover all images, and the same arrays for the same arguments. Work happens on counts (how many images of a class a
-client gets); single images are dealt once, when the counts are settled: a thousand clients take milliseconds.
+A split is a list with one sorted int64 index array per client. Every function here returns
+disjoint, non-empty arrays that cover all images, and the same arrays for the same arguments. Work
+happens on counts (how many images of a class a client gets); single images are dealt once, when the
+counts are settled: a thousand clients take milliseconds.
 """
 
 import math
@@ -14,7 +15,9 @@ import numpy as np
 from fedx_pl.options import OptionError, check
 
 MAX_TRIES = 50
-MAX_BETA = 1e9  # beyond, shares differ by less than one image in any data set, and gamma variates would overflow
+# Beyond this, shares differ by less than one image in any data set, and gamma variates would
+# overflow.
+MAX_BETA = 1e9
 
 
 def iid(num_images: int, clients: int, seed: int) -> list[np.ndarray]:
@@ -30,16 +33,19 @@ def dirichlet(
 ) -> list[np.ndarray]:
     """Skews the class mix: the shares of each class come from Dir(beta) over the clients.
 
-    The field's usual scheme: class by class, clients that already hold num_images / clients images get no more, and the
-    whole draw is repeated until every client has `min_size` images. Unlike the usual scheme it always ends: after
-    `MAX_TRIES` draws the smallest clients are topped up with random images of the largest, with a warning.
+    The field's usual scheme: class by class, clients that already hold num_images / clients images
+    get no more, and the whole draw is repeated until every client has `min_size` images. Unlike the
+    usual scheme it always ends: after `MAX_TRIES` draws the smallest clients are topped up with
+    random images of the largest, with a warning.
 
     Args:
-        labels: (num_images,) any values; each distinct value is a class, -1 ("unlabelled") too.
+        labels: (num_images,) any values; each distinct value is a class, -1 ("unlabeled") too.
         clients: Number of clients.
-        beta: Above 0. 0.1 gives most clients one or two classes, 100 gives everybody nearly the same mix.
+        beta: Above 0. 0.1 gives most clients one or two classes, 100 gives everybody nearly the
+            same mix.
         seed: The run's seed.
-        min_size: Fewest images of a client; lowered to num_images // clients where there are not enough images.
+        min_size: Fewest images of a client; lowered to num_images // clients where there are not
+            enough images.
 
     Returns:
         One sorted int64 index array per client.
@@ -67,7 +73,7 @@ def dirichlet(
 def quantity_skew(
     num_images: int, clients: int, beta: float, seed: int, min_size: int = 10
 ) -> list[np.ndarray]:
-    """Skews the sizes only: they follow Dir(beta), and each client's images are a random sample of all.
+    """Skews the sizes only: they follow Dir(beta), and each client has a random sample of all.
 
     `min_size` is kept as in `dirichlet`: by drawing again, then by topping up.
     """
@@ -83,11 +89,11 @@ def quantity_skew(
 
 
 def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> list[np.ndarray]:
-    """Gives each client images of at most `k` classes; every class has an owner, and its owners share it evenly.
+    """Gives each client images of at most `k` classes, which the owners of a class share evenly.
 
-    Each client in turn takes the `k` classes with the fewest owners so far, ties broken at random: classes differ by
-    one owner at most, and which classes meet in a client is random. A client lacks one of its classes only where a
-    class has fewer images than owners.
+    Each client in turn takes the `k` classes with the fewest owners so far, ties broken at random:
+    classes differ by one owner at most, and which classes meet in a client is random. A client
+    lacks one of its classes only where a class has fewer images than owners.
 
     Args:
         labels: (num_images,) any values.
@@ -132,13 +138,13 @@ def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> l
 
 
 def by_group(groups: np.ndarray) -> list[np.ndarray]:
-    """One client per distinct value of `groups` (num_images,), in sorted order: client 0 is the first sub-folder."""
+    """Makes one client of each distinct value of `groups` (num_images,), in sorted order."""
     names, owner = np.unique(groups, return_inverse=True)
     return _by_owner(owner, len(names))
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:
-    """A stream of its own for each kind of partition, so that no two kinds share their randomness."""
+    """A random generator for each kind of partition, so that no two share their randomness."""
     if seed < 0:
         raise OptionError("seed", seed, "must not be negative", "{seed}=0")
     return np.random.default_rng((seed, *purpose.encode()))
@@ -158,14 +164,15 @@ def check_beta(beta: float) -> None:
 
 
 def _cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Cuts `size` images at the cumulated shares of those clients that are open; all (clients,), the sum is `size`."""
+    """Splits `size` images by the shares of the open clients; (clients,), the sum is `size`."""
     cumulated = np.cumsum(shares * open_)
     if not (cumulated[-1] > 0 and math.isfinite(cumulated[-1])):
-        # All went to clients that take no more, or shares so skewed that they underflowed: either way the limit of a
-        # Dirichlet among the others is that one of them takes all.
+        # All went to clients that take no more, or shares so skewed that they underflowed: either
+        # way the limit of a Dirichlet among the others is that one of them takes all.
         cumulated = np.cumsum(np.arange(len(shares)) == rng.choice(np.flatnonzero(open_)))
-    # Dividing by the last value makes the end exactly 1: rounding gives nothing to clients without a share after it.
-    # The random start keeps rounding fair: without it, equal shares of half an image would always favour the same half.
+    # Dividing by the last value makes the end exactly 1: rounding gives nothing to clients without
+    # a share after it. The random start keeps rounding fair: without it, equal shares of half an
+    # image would always favor the same half.
     cuts = np.floor(cumulated / cumulated[-1] * size + rng.random()).astype(np.int64)
     return np.diff(np.minimum(cuts, size), prepend=0)
 
@@ -177,7 +184,7 @@ def _deal(
     min_size: int,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Draws (classes, clients) counts until all clients have `min_size` images, or else tops up; deals the images."""
+    """Draws (classes, clients) counts until all clients have `min_size`, and deals the images."""
     wanted = min(
         max(min_size, 1), len(class_of) // clients
     )  # nobody goes without an image, whatever min_size says
@@ -189,15 +196,16 @@ def _deal(
     moved = _top_up(owner, clients, wanted, rng=rng)
     if moved:
         warnings.warn(
-            f"in each of {MAX_TRIES} draws some clients had fewer than {wanted} images: moved {moved} random images to "
-            "them from the largest clients (a larger partition.beta or a smaller partition.min_size avoids this)",
+            f"in each of {MAX_TRIES} draws some clients had fewer than {wanted} images: moved "
+            f"{moved} random images to them from the largest clients (a larger partition.beta or "
+            f"a smaller partition.min_size avoids this)",
             stacklevel=3,
         )
     return _by_owner(owner, clients)
 
 
 def _assign(class_of: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Picks the images: (num_images,) owners such that client m has counts[c, m] random images of class c."""
+    """Picks owners (num_images,) so that client m has counts[c, m] random images of class c."""
     shuffled = rng.permutation(len(class_of))
     by_class = shuffled[np.argsort(class_of[shuffled], kind="stable")]
     owner = np.empty(len(class_of), dtype=np.int64)
@@ -206,9 +214,10 @@ def _assign(class_of: np.ndarray, counts: np.ndarray, rng: np.random.Generator) 
 
 
 def _top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Generator) -> int:
-    """Moves as few images as possible, from the largest clients, so that all have `min_size`; changes `owner`.
+    """Moves images from the largest clients, as few as possible, so that all have `min_size`.
 
-    Givers are cut down to one common level, which is at least `min_size` as long as min_size * clients <= num_images.
+    Givers are cut down to one common level, which is at least `min_size` as long as min_size *
+    clients <= num_images.
 
     Returns:
         How many images moved.

@@ -1,4 +1,4 @@
-"""What the rest of the package knows about images: the options that choose them and the arrays that hold them."""
+"""Options that choose images, and the arrays that hold them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,11 @@ except ImportError:  # Not on Windows.
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process ends
-RESIZED = (
-    "folder",
-    "imagenet10",
-    ARRAYS,
-)  # where data.image_size has a meaning: the images of others have one size
-
-
+# Where data.image_size has a meaning: the images of other data sets have one size.
+RESIZED = ("folder", "imagenet10", ARRAYS)
 VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such a range
-ValueRange = tuple[
-    float, float
-]  # of images with more than 8 bits per value: what becomes 0 and 255
+# Of images with more than 8 bits per value: what becomes 0 and 255.
+ValueRange = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +95,15 @@ class DataOptions(Options):
 
 
 def root_folder(options: DataOptions) -> Path:
-    """``root`` as a path, ``~`` expanded."""
+    """The folder ``root``, with ``~`` expanded."""
     return Path(options.root).expanduser()
 
 
 def cache_folder(options: DataOptions) -> Path:
-    """Where decoded copies go.
+    """The folder that decoded copies go to.
 
-    A folder of images is the user's own and often read-only, so its cache defaults to the working directory.
+    A folder of images is the user's own and often read-only, so its cache defaults to the working
+    directory.
     """
     if options.cache == NO_CACHE:
         return _temporary_folder()
@@ -133,26 +128,26 @@ def require_memory(key: str, value: object, needed: int, what: str) -> None:
     Raises:
         UserError: there is less, by the machine or by a limit of this process.
     """
-    there = _memory()
-    if needed > there:
+    available = _memory()
+    if needed > available:
         raise UserError(
-            f"{key}={value}: {what} would take {byte_size(needed)} of memory, and {byte_size(there)} are "
-            "there; type a smaller number"
+            f"{key}={value}: {what} would take {byte_size(needed)} of memory, and "
+            f"{byte_size(available)} are there; type a smaller number"
         )
 
 
 def _memory() -> float:
-    """Bytes that this process may have."""
+    """The number of bytes that this process may use."""
     try:
-        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         limits = (
             [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
             if resource
             else []
         )
-    except (AttributeError, OSError, ValueError):  # Not on every system: there nothing is known.
+    except (AttributeError, OSError, ValueError):  # Not every system tells.
         return math.inf
-    return min([there, *(limit for limit in limits if limit >= 0)])
+    return min([physical, *(limit for limit in limits if limit >= 0)])
 
 
 _TEMPORARY = "fedx-pl-images-"  # how names of folders for decoded copies begin that are not kept
@@ -199,7 +194,8 @@ class Split:
     Attributes:
         images: uint8, ``(N, H, W, C)``; copy-on-write memory map of the cache when large.
         labels: int64, ``(N,)``, -1 where an image has none; ``None`` when no image has one.
-        groups: int64, ``(N,)``, the top-level sub-folder of each image, an index into ``ImageData.group_names``.
+        groups: int64, ``(N,)``, the top-level sub-folder of each image, an index into
+            ``ImageData.group_names``.
     """
 
     images: np.ndarray
@@ -213,27 +209,27 @@ class Split:
         return Split(np.asarray(self.images[index]), labels, groups)
 
 
-Arrays = tuple[
-    np.ndarray, np.ndarray | None
-]  # uint8 (N, H, W, C), and labels (N,) if there are any
+# uint8 (N, H, W, C), and labels (N,) if there are any.
+Arrays = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """A dataset, decoded and verified.
+    """A data set, decoded and verified.
 
     Attributes:
         name: of a data set, or `ARRAYS`.
         train: what clients train on.
-        test: labelled images never trained on; ``None`` when there is nothing to evaluate on.
+        test: labeled images never trained on; ``None`` when there is nothing to evaluate on.
         classes: names, by label.
         group_names: names, by group.
         source: where the content came from, for people.
         fingerprint: short hash of the content and of the subset taken; split files store it.
         skipped: files in the folder that are no readable images.
         whole_train: all training images where ``data.limit`` has left some out of ``train``.
-        options: what it was loaded with; ``None`` for arrays of one's own.
-        value_range: what became 0 and 255 in images of more than 8 bits per value; None if there are none.
+        options: what it was loaded with; ``None`` for arrays.
+        value_range: what became 0 and 255 in images of more than 8 bits per value; None if there
+            are none.
     """
 
     name: str
@@ -257,7 +253,9 @@ class ImageData:
 def normalization(
     mean: Sequence[float], std: Sequence[float], channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fixed numbers for all clients: taking the mean over their images would need the images in one place.
+    """The mean and standard deviation that images are normalized with, the same for all clients.
+
+    They are given, since computing them would need the images of all clients in one place.
 
     Args:
         mean: per channel, of pixels in 0..1; empty: 0.5.
@@ -265,7 +263,8 @@ def normalization(
         channels: of an image.
 
     Raises:
-        UserError: there are more or fewer numbers than channels, or a standard deviation is not positive.
+        UserError: there are more or fewer numbers than channels, or a standard deviation is not
+            positive.
     """
     means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
     for name, values in (("mean", means), ("std", stds)):

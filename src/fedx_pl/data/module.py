@@ -1,7 +1,8 @@
-"""The images of a federation as a `LightningDataModule`: who owns which, and how they become batches.
+"""The images of a federation as a `LightningDataModule`.
 
 data = FederatedDataModule("cifar10", partition=Dirichlet(clients=10, beta=0.5))
-pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' images in one place: the upper bound
+pl.Trainer(max_epochs=10).fit(SimCLR(resnet18()), data)     # all clients' images in one place: the
+upper bound
 """
 
 from collections.abc import Callable, Sequence
@@ -58,10 +59,12 @@ class FederatedDataModule(pl.LightningDataModule):
         """Says which images; they are loaded by `setup`.
 
         Args:
-            source: the name of a data set (``"cifar10"``, ``"folder"``), `DataOptions` with more to say, a pair of
-                arrays (images uint8 (N, H, W, C), labels (N,) or None), a map-style data set whose items are images
-                or (image, label), or a list with one such data set per client.
-            partition: how images are dealt to clients; `Dirichlet()` if not given. Data sets of clients need none.
+            source: the name of a data set (``"cifar10"``, ``"folder"``), `DataOptions` with more to
+                say, a pair of arrays (images uint8 (N, H, W, C), labels (N,) or None), a map-style
+                data set whose items are images or (image, label), or a list with one such data set
+                per client.
+            partition: how images are dealt to clients; `Dirichlet()` if not given. Data sets of
+                clients need none.
             test: labeled arrays or a data set to evaluate on, for arrays and data sets.
             batch_size: images per step; with FedX, half of them make the relation batch.
             augment: random views; those of the paper if not given.
@@ -71,8 +74,9 @@ class FederatedDataModule(pl.LightningDataModule):
             limit: train on so many images, chosen by the seed; 0: on all.
             resident_gb: images up to this size stay on the training device.
             seed: of the split and of the limit.
-            loader: a function of your own that loads the images of `DataOptions`; it is given them and ``report``, and
-                returns (images, labels), two such pairs to train on and to evaluate on, or `ImageData`.
+            loader: a function of your own that loads the images of `DataOptions`; it is given them
+                and ``report``, and returns (images, labels), two such pairs to train on and to
+                evaluate on, or `ImageData`.
             report: takes a line for each thing worth knowing while images are loaded.
         """
         super().__init__()
@@ -143,11 +147,11 @@ class FederatedDataModule(pl.LightningDataModule):
         )
 
     def class_counts(self) -> tuple[np.ndarray, list[str]]:
-        """Images of each class at each client (clients, classes) and the classes' names; one column without labels."""
+        """Images of each class at each client (clients, classes), and the names of the classes."""
         labels = self.images.train.labels
         if labels is None:
             return np.array([[len(rows)] for rows in self.clients]), ["images"]
-        names = [*self.images.classes, "unlabelled"]
+        names = [*self.images.classes, "unlabeled"]
         counts = np.stack(
             [np.bincount(labels[rows] % len(names), minlength=len(names)) for rows in self.clients]
         )
@@ -223,7 +227,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return sources.of_arrays(images, test)
 
     def _require_memory(self, source: DataOptions) -> None:
-        """Before images are decoded for hours: a batch of them, and two views of each as the network sees them."""
+        """Refuses, before hours of decoding, a batch with two views that cannot fit."""
         if self.loader is not None or source.name not in RESIZED:
             return
         side, channels = sources.stored_side(source), sources.stored_channels(source)
@@ -235,8 +239,8 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def _make_augment(self) -> Augment:
         _, side, _, channels = self.images.train.images.shape
-        known = self.images.options or DataOptions(name=ARRAYS)
-        statistics = normalization(self.mean or known.mean, self.std or known.std, channels)
+        options = self.images.options or DataOptions(name=ARRAYS)
+        statistics = normalization(self.mean or options.mean, self.std or options.std, channels)
         return Augment(self.augment_options.for_side(side), *statistics)
 
 
@@ -249,8 +253,9 @@ def _require_meant(
         isinstance(source, str | DataOptions | ImageData) or hasattr(source, "__getitem__")
     ):
         raise UserError(
-            f'source is {source if isinstance(source, type) else name}; give a name ("cifar10"), arrays (images, '
-            f"labels), a map-style torch data set, or a list with one data set per client"
+            f'source is {source if isinstance(source, type) else name}; give a name ("cifar10"), '
+            f"arrays (images, labels), a map-style torch data set, or a list with one data set "
+            f"per client"
         )
     if partition is not None and not isinstance(partition, Partition):
         raise UserError(
@@ -272,8 +277,9 @@ def _require_meant(
             raise UserError("source is an empty list; give one data set per client")
         if partition is not None:
             raise UserError(
-                f"partition={type(partition).__name__} beside a list of data sets, each of which is a client; leave it "
-                f"out, or give one data set, e.g. torch.utils.data.ConcatDataset(source)"
+                f"partition={type(partition).__name__} beside a list of data sets, each of which "
+                f"is a client; leave it out, or give one data set, e.g. "
+                f"torch.utils.data.ConcatDataset(source)"
             )
 
 

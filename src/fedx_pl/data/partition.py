@@ -1,8 +1,8 @@
-"""Who owns which image: ways to deal a data set out to clients, as objects.
+"""Partitions: objects that split a data set over clients.
 
     Dirichlet(clients=10, beta=0.5)
 
-A partition of one's own is a subclass with a method `deal`.
+To write your own, subclass `Partition` and define `deal`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fedx_pl.options import OptionError
 
 @dataclass(frozen=True)
 class Partition:
-    """A way to deal the training images out to clients."""
+    """A way to split the training images over clients."""
 
     clients: int = 10
 
@@ -38,13 +38,13 @@ class IID(Partition):
     """Equal parts at random."""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Shuffles and cuts."""
+        """Shuffles all rows and cuts them into equal parts."""
         return dealing.iid(len(data.train.images), self.clients, seed)
 
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """A skewed mix of classes: the shares of each class come from Dir(beta); a smaller beta is more skewed."""
+    """A mix of classes whose shares come from Dir(beta); a smaller beta is more skewed."""
 
     beta: float = 0.5
     min_size: int = 10  # fewest images of a client
@@ -53,7 +53,7 @@ class Dirichlet(Partition):
         dealing.check_beta(self.beta)
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Needs labels."""
+        """Draws shares of each class; the images must have labels."""
         dealing.check_clients(self.clients, len(data.train.images))
         return dealing.dirichlet(
             _labels(data, Dirichlet), self.clients, self.beta, seed=seed, min_size=self.min_size
@@ -71,7 +71,7 @@ class QuantitySkew(Partition):
         dealing.check_beta(self.beta)
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Needs no labels."""
+        """Draws sizes, and deals random images."""
         return dealing.quantity_skew(
             len(data.train.images), self.clients, self.beta, seed=seed, min_size=self.min_size
         )
@@ -84,7 +84,7 @@ class ClassesPerClient(Partition):
     classes: int = 2
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Needs labels."""
+        """Gives classes to clients; the images must have labels."""
         dealing.check_clients(self.clients, len(data.train.images))
         return dealing.classes_per_client(
             _labels(data, ClassesPerClient), self.clients, self.classes, seed=seed
@@ -96,7 +96,7 @@ class Folders(Partition):
     """One client per sub-folder of the images, in sorted order."""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Needs groups."""
+        """Makes a client of each sub-folder; the images must have groups."""
         dealing.check_clients(self.clients, len(data.train.images))
         if data.train.groups is None:
             problem = "needs sub-folders in {root}"
@@ -116,7 +116,7 @@ class FromFile(Partition):
     file: str = ""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Refuses a file of other images."""
+        """Reads the file, which must be of the same images."""
         split = split_file.load(
             self.file, fingerprint=data.fingerprint, num_images=len(data.train.images)
         )
@@ -128,26 +128,29 @@ class FromFile(Partition):
 
 @dataclass(frozen=True)
 class Given(Partition):
-    """Rows that are known already, such as one data set per client."""
+    """Rows that are given, such as those of one data set per client."""
 
     rows: tuple[tuple[int, ...], ...] = ()
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Returns them."""
+        """Returns the given rows."""
         return [np.array(rows, np.int64) for rows in self.rows]
 
 
 @dataclass(frozen=True)
 class Elsewhere(Partition):
-    """The images are at real sites, which keep to themselves what they own."""
+    """No images here: they are at real sites, which do not share them."""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """Nothing is dealt here."""
+        """Returns no rows."""
         return []
 
 
 def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray]:
-    """What `Partition.deal` returned: sorted int64 rows of each client, disjoint and not empty.
+    """Checks what `Partition.deal` returned.
+
+    Returns:
+        Sorted int64 rows of each client, disjoint and not empty.
 
     Raises:
         UserError: a client's rows are something else; it names the client.
@@ -155,8 +158,9 @@ def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray
 
     def wrong(what: str) -> UserError:
         return UserError(
-            f"partition={type(partition).__name__} gives {what}; deal(data, seed) returns one array of image numbers "
-            f"from 0 to {num_images - 1} for each client, disjoint and not empty"
+            f"partition={type(partition).__name__} gives {what}; deal(data, seed) returns one "
+            f"array of image numbers from 0 to {num_images - 1} for each client, disjoint and not "
+            f"empty"
         )
 
     if not isinstance(rows, Sequence | np.ndarray):
@@ -165,8 +169,8 @@ def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray
         raise wrong("images to no client")
     owner = np.full(num_images, -1, np.int64)
     clients = []
-    for client, own in enumerate(rows):
-        numbers = np.asarray(own)
+    for client, client_rows in enumerate(rows):
+        numbers = np.asarray(client_rows)
         if not numbers.size:
             raise wrong(f"no images to client {client}")
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -186,7 +190,7 @@ def checked(rows: Any, partition: Partition, num_images: int) -> list[np.ndarray
     return clients
 
 
-# By their words on the command line.
+# By their names on the command line.
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,
     "dirichlet": Dirichlet,

@@ -1,4 +1,4 @@
-"""The file that remembers which client owns which image: RUN/split.json."""
+"""The file that keeps which client owns which image: RUN/split.json."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,10 @@ FORMAT = 1
 def save(
     path: str | Path, clients: list[np.ndarray], *, fingerprint: str, options: dict[str, Any]
 ) -> None:
-    """Writes a partition as JSON, atomically: a crash leaves the old file or the new one, never half of one.
+    """Writes a partition as JSON, atomically.
 
-    `load` checks the data set's fingerprint; `options` (how the partition was made) are for people to read.
+    `load` checks the data set's fingerprint; `options` (how the partition was made) are for people
+    to read.
     """
     path = Path(path)
     text = json.dumps(
@@ -35,7 +36,7 @@ def save(
 
 
 def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndarray]:
-    """Reads a partition. Unlike a fresh one it may leave images unused; it never gives an image to two clients.
+    """Reads a partition, which may leave images unused but gives none to two clients.
 
     Args:
         path: A file written by `save`, or by hand in the same format.
@@ -62,7 +63,8 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
         raise wrong(f"is not a split file of format {FORMAT}")
     if content.get("fingerprint") != fingerprint:
         raise wrong(
-            f"was made for other images (fingerprint {content.get('fingerprint')}, these have {fingerprint})"
+            f"was made for other images (fingerprint {content.get('fingerprint')}, these have "
+            f"{fingerprint})"
         )
     lists = content.get("clients")
     if not isinstance(lists, list) or not lists:
@@ -74,7 +76,8 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
             raise wrong(f"gives client {client} no images")
         if not all(type(index) is int and 0 <= index < num_images for index in indices):
             raise wrong(
-                f"gives client {client} something that is no image number from 0 to {num_images - 1}"
+                f"gives client {client} something that is no image number from 0 to "
+                f"{num_images - 1}"
             )
         array = np.unique(np.array(indices, dtype=np.int64))
         if len(array) < len(indices) or used[array].any():

@@ -28,7 +28,7 @@ def require_table(file: Path) -> None:
 
 
 def write_table(file: Path, paths: Sequence[str], features: Tensor) -> None:
-    """Paths and features, as npz (arrays ``path`` and ``embedding``) or as parquet (columns of the same names).
+    """Writes ``path`` and ``embedding``, as arrays of an npz or columns of a parquet file.
 
     An earlier file is replaced when the new one is complete.
     """

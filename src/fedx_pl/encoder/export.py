@@ -43,39 +43,37 @@ def export(
     """
     if to not in FORMATS:
         raise UserError(
-            f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            f"--to {to}: there is no such format; type --to {', '.join(FORMATS[:-1])} or "
+            f"{FORMATS[-1]}"
         )
     if file is not None:
         require_file(file)
     encoder = Encoder.of(run, round_number, allow_code=allow_code)
     file = file or run / f"encoder-{to}{SUFFIXES[to]}"
-    make = {
-        "safetensors": _safetensors,
-        "torchvision": _torchvision,
-        "torch": _torch,
-        "onnx": _onnx,
-    }[to]
-    content, line = make(encoder, file, read_config(run, allow_code=allow_code))
-    write_atomically(
-        file, content
-    )  # At once: on a full disk, torch's own writers abort and leave a stump.
+    if to == "torchvision":
+        content, line = _torchvision(encoder, file, read_config(run, allow_code=allow_code))
+    else:
+        make = {"safetensors": _safetensors, "torch": _torch, "onnx": _onnx}[to]
+        content, line = make(encoder, file)
+    # At once: on a full disk, torch's writers abort and leave half a file.
+    write_atomically(file, content)
     return file, line
 
 
-def _safetensors(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
-    return tensor_bytes(
-        encoder.backbone.state_dict()
-    ), f'weights = safetensors.torch.load_file("{file}")'
+def _safetensors(encoder: Encoder, file: Path) -> tuple[bytes, str]:
+    line = f'weights = safetensors.torch.load_file("{file}")'
+    return tensor_bytes(encoder.backbone.state_dict()), line
 
 
 def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
-    """A state dict for torchvision's own network, which has a stem for large images and the full width."""
-    backbone, name = encoder.backbone, config.backbone.name
+    """A state dict for torchvision's network, which has a large stem and the full width."""
+    backbone = encoder.backbone
+    name = config.backbone.name
     conv1 = getattr(backbone, "conv1", None)
     if type(backbone) is not ResNet or not isinstance(conv1, nn.Conv2d):
         raise UserError(
-            f"--to torchvision: torchvision has no {type(backbone).__qualname__}; type --to torch or --to onnx, which "
-            f"carry the network"
+            f"--to torchvision: torchvision has no {type(backbone).__qualname__}; type --to torch "
+            f"or --to onnx, which carry the network"
         )
     if (
         config.backbone.width != 64
@@ -84,8 +82,9 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, s
         or name == "resnet10"
     ):
         raise UserError(
-            f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} channels and a "
-            f"{conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch or --to onnx, which carry the network"
+            f"torchvision has no {name} with width {config.backbone.width}, {encoder.channels} "
+            f"channels and a {conv1.kernel_size[0]}x{conv1.kernel_size[1]} stem; type --to torch "
+            f"or --to onnx, which carry the network"
         )
     line = (
         f"model = torchvision.models.{name}(); model.fc = torch.nn.Identity(); "
@@ -94,7 +93,7 @@ def _torchvision(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, s
     return tensor_bytes(backbone.state_dict()), line
 
 
-def _torch(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
+def _torch(encoder: Encoder, file: Path) -> tuple[bytes, str]:
     batch = torch.export.Dim("batch", min=1)
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
     try:
@@ -103,14 +102,15 @@ def _torch(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
         reason = first_line(error)
         name = type(encoder.backbone).__qualname__
         raise UserError(
-            f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for its weights"
+            f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for "
+            f"its weights"
         ) from error
     stream = io.BytesIO()
     torch.export.save(program, stream)
     return stream.getvalue(), f'encoder = torch.export.load("{file}").module()'
 
 
-def _onnx(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
+def _onnx(encoder: Encoder, file: Path) -> tuple[bytes, str]:
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -120,9 +120,15 @@ def _onnx(encoder: Encoder, file: Path, config: Config) -> tuple[bytes, str]:
         ) from error
     example = torch.zeros(2, encoder.channels, encoder.side, encoder.side)
     program = torch.onnx.export(
-        encoder, (example,), input_names=["images"], output_names=["features"], dynamo=True, verbose=False,
-        dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}, external_data=False,
-    )  # fmt: skip
+        encoder,
+        (example,),
+        input_names=["images"],
+        output_names=["features"],
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}},
+        external_data=False,
+    )
     assert program is not None  # Given that it writes no file.
     return (
         program.model_proto.SerializeToString(),

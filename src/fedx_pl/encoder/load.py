@@ -1,4 +1,4 @@
-"""The trained encoder in the user's hands: read from a run, it embeds images."""
+"""The trained encoder: read from a run, it embeds images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedx_pl.provenance import foreign_code
 
 
 class Encoder(nn.Module):
-    """A backbone with the normalisation it was trained with: images in, features out.
+    """A backbone with the normalization it was trained with: images in, features out.
 
     Example:
         >>> encoder = Encoder.of("runs/NAME")  # doctest: +SKIP
@@ -50,20 +50,21 @@ class Encoder(nn.Module):
         side: int,
         value_range: ValueRange | None = None,
     ) -> None:
-        """Joins the two.
+        """Keeps the network and what its images need.
 
         Args:
-            backbone: maps normalised (n, C, h, w) to (n, feature_dim).
+            backbone: maps normalized (n, C, h, w) to (n, feature_dim).
             mean: per channel, of pixels from 0 to 1.
             std: per channel.
             side: of the images it was trained on.
-            value_range: what became 0 and 1 in images of more than 8 bits per value. None if it has not seen any: then
-                the first folder with such images decides.
+            value_range: what became 0 and 1 in images of more than 8 bits per value. None if it has
+                not seen any: then the first folder with such images decides.
         """
         super().__init__()
         self.value_range = value_range
         self.cache = NO_CACHE  # where decoded copies of images go, as of the key data.cache
-        self.backbone, self.side = backbone, side
+        self.backbone = backbone
+        self.side = side
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
 
@@ -73,7 +74,7 @@ class Encoder(nn.Module):
 
     @property
     def channels(self) -> int:
-        """Of the images it takes."""
+        """The number of channels of the images it takes."""
         return self.mean.shape[1]
 
     @classmethod
@@ -89,9 +90,12 @@ class Encoder(nn.Module):
 
         Args:
             run: its folder.
-            round_number: of an older checkpoint that was kept, or the best; the newest if not given.
-            allow_code: the run's backbone may be a class outside this package, whose module is then imported.
-            backbone: the network of a run that was made in Python with one of your own; it gets the run's weights.
+            round_number: of an older checkpoint that was kept, or the best; the newest if not
+                given.
+            allow_code: the run's backbone may be a class outside this package, whose module is then
+                imported.
+            backbone: the network of a run that was made in Python with one of your own; it gets the
+                run's weights.
         """
         folder = Path(run)
         config = read_config(folder, allow_code=allow_code, with_backbone=backbone is None)
@@ -103,8 +107,8 @@ class Encoder(nn.Module):
         }
         if bad := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise UserError(
-                f"{folder}: backbone.{bad[0]} of round {state.round} has values that are not finite; --round NUMBER "
-                f"takes an older round, if one was kept"
+                f"{folder}: backbone.{bad[0]} of round {state.round} has values that are not "
+                f"finite; --round NUMBER takes an older round, if one was kept"
             )
         side, channels = _side(config), stored_channels(config.data)
         if backbone is None:
@@ -114,8 +118,8 @@ class Encoder(nn.Module):
         except RuntimeError as error:
             reason = first_line(error)
             raise UserError(
-                f"{folder}: its weights are not those of its configuration ({reason}); for a network of your own, "
-                f"write Encoder.of({str(folder)!r}, backbone=NETWORK)"
+                f"{folder}: its weights are not those of its configuration ({reason}); for a "
+                f"network of your own, write Encoder.of({str(folder)!r}, backbone=NETWORK)"
             ) from error
         mean, std = normalization(config.data.mean, config.data.std, channels)
         return cls(backbone, mean, std, side=side, value_range=value_range_of(folder)).eval()
@@ -126,9 +130,10 @@ class Encoder(nn.Module):
         """Features of all images in a folder.
 
         Args:
-            folder: searched recursively; it is only read. Decoded copies go to a private folder that is deleted when
-                Python ends, or to the folder `cache`.
-            report: takes lines about files that are no images, and about images of more than 8 bits.
+            folder: searched recursively; it is only read. Decoded copies go to a private folder
+                that is deleted when Python ends, or to the folder `cache`.
+            report: takes lines about files that are no images, and about images of more than 8
+                bits.
 
         Returns:
             Paths relative to the folder, sorted, and features (N, feature_dim).
@@ -145,21 +150,21 @@ class Encoder(nn.Module):
         return list(decoded.paths), self.embed(decoded.images)
 
     def settle_range(self, parts: Parts, report: Callable[[str], None] = say) -> ValueRange | None:
-        """Decides how images of more than 8 bits are read, unless training has; None if none is among these.
+        """Decides how images of more than 8 bits are read, unless training has; None without any.
 
         Args:
             parts: folders and the files in them, relative.
             report: takes lines about such images.
         """
         origin = "the range of all of them, since the encoder was trained without such images"
-        found = survey(
+        value_range = survey(
             parts,
             self._options,
             report,
             origin="the encoder's range" if self.value_range else origin,
         )
-        self.value_range = self.value_range or found
-        return found
+        self.value_range = self.value_range or value_range
+        return value_range
 
     @property
     def _options(self) -> DataOptions:
@@ -174,7 +179,7 @@ class Encoder(nn.Module):
 
 
 def value_range_of(run: Path) -> ValueRange | None:
-    """What a run took for black and white in images of more than 8 bits per value; None if it had no such images."""
+    """The value range of a run's images of more than 8 bits per value; None without any."""
     file = run / VALUE_RANGE_FILE
     try:
         bounds = read_json(file) if file.exists() else _read_parts(run)["data"].get("value_range")
@@ -185,11 +190,12 @@ def value_range_of(run: Path) -> ValueRange | None:
 
 
 def read_config(folder: Path, *, allow_code: bool = False, with_backbone: bool = True) -> Config:
-    """What a run's configuration says of its network and images; its method may be anybody's code and is not read.
+    """Reads what a run's configuration says of its network and images, not of its method.
 
     Args:
         folder: of the run.
-        allow_code: its images and backbone may be made by code outside this package, whose module is then imported.
+        allow_code: its images and backbone may be made by code outside this package, whose module
+            is then imported.
         with_backbone: False leaves out what it says of the backbone.
     """
     parts = _read_parts(folder)
@@ -197,8 +203,8 @@ def read_config(folder: Path, *, allow_code: bool = False, with_backbone: bool =
         parts.pop("backbone")
     if not allow_code and (foreign := sorted(code_words(parts))):
         raise UserError(
-            f"{folder} names code to be run, {foreign[0]}; if you trust it, add --allow-code (in Python, "
-            f"allow_code=True)"
+            f"{folder} names code to be run, {foreign[0]}; if you trust it, add --allow-code (in "
+            f"Python, allow_code=True)"
         )
     return from_tree(parts | {"method": {"name": "simclr"}}, str(folder / "config.yaml"))
 
@@ -217,35 +223,35 @@ def _read_parts(folder: Path) -> dict[str, Any]:
 def _backbone(
     folder: Path, config: Config, channels: int, side: int, allow_code: bool
 ) -> nn.Module:
-    """The network of a run with fresh weights: the configuration's, or the one that the method brings."""
+    """Makes the network of a run, the configuration's or the method's, with fresh weights."""
     record = foreign_code.read_record(folder)
     if not (record.backbone if record else allow_code):  # Without a record, who allows it means it.
         return backbones.build(config.backbone, channels=channels, image_size=side)
     if record and OWN_LAYERS in record.objects and not allow_code:
         raise UserError(
-            f"{folder} was made in Python with a backbone of its own, {record.backbone}, which its script can make; "
-            f"there, write Encoder.of({str(folder)!r}, backbone=NETWORK), or take the weights in encoder.safetensors"
+            f"{folder} was made in Python with a backbone of its own, {record.backbone}, which "
+            f"its script can make; there, write Encoder.of({str(folder)!r}, backbone=NETWORK), or "
+            f"take the weights in encoder.safetensors"
         )
     if record and not allow_code:
         raise UserError(
-            f"{folder} trained {record.backbone}, a backbone that its method brings; its code is run to make it: if "
-            f"you trust it, add --allow-code (in Python, allow_code=True)"
+            f"{folder} trained {record.backbone}, a backbone that its method brings; its code is "
+            f"run to make it: if you trust it, add --allow-code (in Python, allow_code=True)"
         )
     whole = load(folder / "config.yaml", trusted=["*"])
     code = foreign_code.code_of(*brought(whole))
     if changed := foreign_code.differing(record.modules, code) if record else []:
         warnings.warn(
-            f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights are put into the "
-            f"network of today",
+            f"{foreign_code.describe(changed)} changed since {folder} was trained; its weights "
+            f"are put into the network of today",
             stacklevel=3,
         )
-    whole = replace(
-        whole, fedca=replace(whole.fedca, enabled=False)
-    )  # It has no part in the backbone.
+    # FedCA has no part in the backbone.
+    whole = replace(whole, fedca=replace(whole.fedca, enabled=False))
     return make_model(whole, channels=channels, image_size=side).backbone
 
 
 def _side(config: Config) -> int:
-    """Of the images that the network was trained on."""
+    """The side of the images that the network was trained on."""
     stored = stored_side(config.data)
     return config.augment.size if 0 < config.augment.size < stored else stored

@@ -1,4 +1,4 @@
-"""Which images are most like this one: a contact sheet as one HTML page."""
+"""Finds the images that are most like one, and shows them on one HTML page."""
 
 import base64
 import html
@@ -18,11 +18,13 @@ from fedx_pl.errors import UserError, readable, say
 from fedx_pl.files import write_atomically
 
 _THUMBNAIL = 160  # pixels
-_STYLE = """body{font:16px sans-serif;margin:2em;max-width:1100px}figure{display:inline-block;margin:8px;width:168px;
-vertical-align:top}img{width:160px;height:160px;object-fit:cover;border-radius:4px}figcaption{font-size:12px;
-overflow-wrap:anywhere;color:GRAY}.query img{outline:4px solid BLUE}""".replace(
-    "GRAY", palette.GRAY
-).replace("BLUE", palette.BLUE)
+_STYLE = f"""
+body {{font: 16px sans-serif; margin: 2em; max-width: 1100px}}
+figure {{display: inline-block; margin: 8px; width: 168px; vertical-align: top}}
+img {{width: 160px; height: 160px; object-fit: cover; border-radius: 4px}}
+figcaption {{font-size: 12px; overflow-wrap: anywhere; color: {palette.GRAY}}}
+.query img {{outline: 4px solid {palette.BLUE}}}
+"""
 
 
 def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[tuple[str, float]]:
@@ -61,22 +63,23 @@ def contact_sheet(
     found: list[tuple[str, float]],
     value_range: ValueRange | None = None,
 ) -> None:
-    """Writes a page with the query and what was found, the pictures inside it.
+    """Writes a page with the query and its neighbors, the pictures inside it.
 
     Args:
         file: the page.
         query: the image that was looked for.
         folder: where it was looked for.
-        found: as of `find`.
+        found: what `find` returned.
         value_range: of the encoder.
     """
     cells = [_figure(query, str(query), value_range, kind="query")]
     cells += [_figure(folder / path, f"{value:.3f} {path}", value_range) for path, value in found]
-    title = f"neighbours of {html.escape(readable(query.name))}"
+    title = f"neighbors of {html.escape(readable(query.name))}"
     page = (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
-        f"<style>{_STYLE}</style><h1>Nearest neighbours</h1><p>Cosine similarity of the encoder's features.</p>"
-        f"{''.join(cells)}</html>"
+        f"<!doctype html><html lang='en'><meta "
+        f"charset='utf-8'><title>{title}</title><style>{_STYLE}</style><h1>Nearest "
+        f"neighbors</h1><p>Cosine similarity of the encoder's "
+        f"features.</p>{''.join(cells)}</html>"
     )
     write_atomically(file, page.encode())
 

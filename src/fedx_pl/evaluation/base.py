@@ -1,4 +1,4 @@
-"""What an evaluation is: a way to measure the encoder of a run, after some rounds or when it is finished."""
+"""The contract of an evaluation, which measures the encoder of a run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Tick = Callable[[int, int], None]
 class Evaluation:
     """Measures the model that a trainer holds.
 
-    One of your own is a subclass with a method `measure`. ``evaluation.also=[package.module:Class]`` measures it
-    whenever kNN is due, and ``fedx-pl evaluate RUN package.module:Class`` when a run is finished.
+    To write your own, subclass this and define `measure`.
+    ``evaluation.also=[package.module:Class]`` measures it whenever kNN is due, and ``fedx-pl
+    evaluate RUN package.module:Class`` when a run is finished.
     """
 
     needs_labels = True
     trains_clients = False  # Then the code of the run's method must be the one that trained it.
 
     def __init__(self, options: EvaluationOptions) -> None:
-        """Keeps the settings.
+        """Keeps the options.
 
         Args:
             options: the keys ``evaluation.*``.
@@ -37,10 +38,11 @@ class Evaluation:
     def measure(
         self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
     ) -> dict[str, Any]:
-        """What is found, by name. Numbers of the top level become columns of metrics.csv.
+        """Measures, and returns results by name; numbers become columns of metrics.csv.
 
         Args:
-            trainer: its ``model`` holds the global weights, ``datamodule`` the images, ``device`` says where.
+            trainer: its ``model`` holds the global weights, ``datamodule`` the images, ``device``
+                says where.
             report: takes one line for each thing worth knowing.
             tick: called with (steps done, steps in all) while something is trained.
         """
@@ -49,25 +51,25 @@ class Evaluation:
         )
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
-        """What the result depends on, beside the weights; kept beside it.
+        """The settings that the result depends on, which are kept beside it.
 
         Args:
-            local_epochs: of a client in a round.
+            local_epochs: epochs of a client in a round.
         """
         return {}
 
-    def figure(self, name: str, found: dict[str, Any]) -> Figure | None:
-        """A picture of what was found, if there is one.
+    def figure(self, name: str, results: dict[str, Any]) -> Figure | None:
+        """Draws the results, if there is something to draw.
 
         Args:
-            name: of the run.
-            found: what `measure` returned.
+            name: the run.
+            results: what `measure` returned.
         """
         return None
 
 
 def details(score: Scores, classes: Sequence[str]) -> dict[str, Any]:
-    """Accuracy by class, and who is taken for whom."""
+    """The accuracy by class, and the confusion matrix."""
     return {
         "per_class": {
             name: rounded(value) for name, value in zip(classes, score.per_class, strict=False)
@@ -77,7 +79,7 @@ def details(score: Scores, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """Nobody wants to read 28.740000000000002; nan stays."""
+    """Rounds to four digits, since nobody wants to read 28.740000000000002; nan stays."""
     return float(f"{value:.4f}")
 
 

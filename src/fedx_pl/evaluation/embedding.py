@@ -1,4 +1,4 @@
-"""The paper's embedding analysis: some clients train one more round, each from the global model F to an f."""
+"""The paper's embedding analysis: some clients train one more round, from F to their f."""
 
 from __future__ import annotations
 
@@ -37,36 +37,35 @@ class Geometry(Evaluation):
         data, test = trainer.datamodule.images, trainer.datamodule.images.test
         images = test.images if test is not None else _some(trainer, data.train.images, UNLABELED)
         z = embed(trainer, images)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "images": len(images),
             "alignment": _alignment(trainer, images),
             **geometry.health(z),
         }
         angles = self._local_angles(trainer, images, z, report=report, tick=tick)
-        found |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
+        results |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
         if test is not None and test.labels is not None:
             labels, names = torch.from_numpy(test.labels).to(z.device), data.classes
             there = [
                 label for label in range(len(names)) if len(angles) and (labels == label).any()
             ]
-            found["local_global"] = {
+            results["local_global"] = {
                 names[label]: geometry.box(angles[:, labels == label]) for label in there
             }
             between = geometry.interclass_angles(z, labels, len(names))
-            found |= {"interclass": between.tolist(), "interclass_mean": between.mean().item()}
-        return found
+            results |= {"interclass": between.tolist(), "interclass_mean": between.mean().item()}
+        return results
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
-        """How many clients train, and for how long."""
+        """The number of clients that train, and their epochs."""
         return {"clients": self.options.geometry_clients, "epochs": local_epochs}
 
-    def figure(self, name: str, found: dict[str, Any]) -> Figure:
-        """Boxes of the angles by class, and a histogram between classes."""
-        from fedx_pl.evaluation.geometry_plots import (
-            geometry_figure,
-        )  # Here: matplotlib slows every start down.
+    def figure(self, name: str, results: dict[str, Any]) -> Figure:
+        """Draws boxes of the angles by class, and a histogram between classes."""
+        # Here, since importing matplotlib slows every start down.
+        from fedx_pl.evaluation.geometry_plots import geometry_figure
 
-        return geometry_figure({name: found})
+        return geometry_figure({name: results})
 
     def _local_angles(
         self,
@@ -76,22 +75,22 @@ class Geometry(Evaluation):
         report: Report,
         tick: Tick | None,
     ) -> Tensor:
-        """Angles between f(x) and F(x), (clients, N), for all clients or as many as asked for, chosen by the seed."""
-        known = trainer.datamodule.num_clients
+        """Angles between f(x) and F(x), (clients, N), of clients that the seed draws."""
+        num_clients = trainer.datamodule.num_clients
         draw = np.random.default_rng(derive(trainer.seed, "geometry"))
-        count = min(known, self.options.geometry_clients)
-        clients = sorted(draw.choice(known, size=count, replace=False).tolist())
+        count = min(num_clients, self.options.geometry_clients)
+        clients = sorted(draw.choice(num_clients, size=count, replace=False).tolist())
         advance = counter(tick, sum(map(trainer.steps_of, clients)))
-        found = []
+        client_angles = []
         for client in clients:
             _require_memory(trainer, client)
             trainer.train_client(client, advance)
             angles = geometry.angles(embed(trainer, images), z)
             if torch.isfinite(angles).all():
-                found.append(angles)
+                client_angles.append(angles)
             else:
                 report(f"left client {client} out: its embeddings hold NaN or infinity")
-        return torch.stack(found) if found else z.new_empty(0, len(images))
+        return torch.stack(client_angles) if client_angles else z.new_empty(0, len(images))
 
 
 def embed(
@@ -113,8 +112,8 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
         instead = f"type --round with one of {others}" if others else "no other round was kept"
         instead += ", or leave it out" if number < max(kept, default=0) else ""
         raise UserError(
-            f"the clients' own state of round {number} is not there (that of client {client} is missing or damaged), "
-            f"and geometry needs it; {instead}"
+            f"the clients' own state of round {number} is not there (that of client {client} is "
+            f"missing or damaged), and geometry needs it; {instead}"
         ) from error
 
 

@@ -21,7 +21,7 @@ from fedx_pl.methods.base import SSLMethod
 from fedx_pl.options import Options, option
 from fedx_pl.seeding import derive
 
-_UNLABELLED = 10_000  # Without labels, the health is that of so many training images.
+_UNLABELED = 10_000  # Without labels, the health is that of so many training images.
 _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that would be a false alarm.
 
 
@@ -47,7 +47,7 @@ class EvaluationOptions(Options):
 
 
 class Evaluator:
-    """Knows what to measure when; without labels only the `health`, which warns of a collapse."""
+    """Measures what is due; without labels only the `health`, which warns of a collapse."""
 
     def __init__(
         self,
@@ -61,10 +61,13 @@ class Evaluator:
         Args:
             options: how often, and the probe's settings.
             data: with labels for evaluation, or without.
-            prepare: uint8 (n, H, W, C) -> normalised network input.
+            prepare: uint8 (n, H, W, C) -> normalized network input.
             seed: of the run.
         """
-        self.options, self.data, self.prepare, self.seed = options, data, prepare, seed
+        self.options = options
+        self.data = data
+        self.prepare = prepare
+        self.seed = seed
 
     @property
     def possible(self) -> bool:
@@ -77,7 +80,7 @@ class Evaluator:
         return self.data.labeled if self.options.labels == "all" else self.data.train
 
     def due(self, round_number: int, rounds: int) -> tuple[bool, bool]:
-        """(kNN, linear) due after a round; the untrained network (round 0) and the last round have both."""
+        """Whether (kNN, linear) are due after a round; round 0 and the last round have both."""
         if round_number in (0, rounds):
             return True, True
         return (
@@ -88,14 +91,14 @@ class Evaluator:
     def measure(
         self, model: SSLMethod, device: torch.device, round_number: int, rounds: int
     ) -> dict[str, float]:
-        """What is due after a round, by name."""
+        """Measures what is due after a round; results by name."""
         knn, linear = self.due(round_number, rounds)
         return self.evaluate(model, device, knn=knn, linear=linear)
 
     def evaluate(
         self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool
     ) -> dict[str, float]:
-        """Accuracies in percent, and beside kNN the `health` of the test features, which warns of a collapse.
+        """Measures accuracies in percent, and beside kNN the `health` of the test features.
 
         Without labels there is only the health, of some training images, always the same ones.
 
@@ -112,7 +115,8 @@ class Evaluator:
             found |= {"linear_top5": scores["linear"].top5} if linear else {}
         elif knn and len(self._sample) >= _ENOUGH:
             found = health(self._sampled(model, device))
-        # A collapsed network has warned already, and JSON has no NaN; nobody wants to read 28.740000000000002.
+        # A collapsed network has warned already, and JSON has no NaN; nobody wants to read
+        # 28.740000000000002.
         return {
             name: float(f"{value:.4f}") for name, value in found.items() if math.isfinite(value)
         }
@@ -120,7 +124,7 @@ class Evaluator:
     def scores(
         self, model: SSLMethod, device: torch.device, *, knn: bool, linear: bool
     ) -> tuple[dict[str, Scores], dict[str, float]]:
-        """What kNN and the linear probe get right, by kind, and beside kNN the `health` of the test features."""
+        """The scores of kNN and linear probe, and beside kNN the `health` of the test features."""
         assert self.data.test is not None
         train_x, train_y = self._features(model, device, self.labeled)
         test_x, test_y = self._features(model, device, self.data.test)
@@ -145,7 +149,7 @@ class Evaluator:
     @cached_property
     def _sample(self) -> np.ndarray:
         """Rows of training images."""
-        return drawn_rows(len(self.data.train.images), _UNLABELLED, derive(self.seed, "health"))
+        return drawn_rows(len(self.data.train.images), _UNLABELED, derive(self.seed, "health"))
 
     def _sampled(self, model: SSLMethod, device: torch.device) -> Tensor:
         network, images = model.backbone.to(device), self.data.train.images
@@ -156,7 +160,7 @@ class Evaluator:
     def estimate_seconds(
         self, model: SSLMethod, device: torch.device, first_round: int, rounds: int
     ) -> float:
-        """Expected time of all evaluations, from one batch of features and, with labels, one epoch of the probe."""
+        """Estimates the time of all evaluations by one batch and one epoch of the probe."""
         left = rounds - first_round + 1
         looks = (
             2 + left // self.options.knn_every

@@ -11,7 +11,7 @@ from fedx_pl.backbones import eager
 
 
 def drawn_rows(images: int, most: int, seed: int) -> np.ndarray:
-    """Which of so many images to look at; drawn, since the first ones of a sorted folder may be all of one kind."""
+    """Draws rows, since the first images of a sorted folder may be all of one kind."""
     return np.random.default_rng(seed).permutation(images)[:most]
 
 
@@ -23,13 +23,15 @@ def extract(
 ) -> Tensor:
     """Features of all images, without augmentation and without leaving a trace in the backbone.
 
-    Runs in eval and inference mode. The training flag of every submodule is put back as it was, so frozen (eval mode)
-    BatchNorm layers inside a training network come back frozen; BatchNorm statistics do not move.
+    Runs in eval and inference mode. The training flag of every submodule is put back as it was, so
+    frozen (eval mode) BatchNorm layers inside a training network come back frozen; BatchNorm
+    statistics do not move.
 
     Args:
         backbone: maps float (B, C, h, w) to (B, D); more axes are flattened.
-        images: uint8 (N, H, W, C) on any device, or a NumPy array or memmap of the same shape, read batch by batch.
-        prepare: maps uint8 (B, H, W, C) on the backbone's device to normalised float (B, C, h, w).
+        images: uint8 (N, H, W, C) on any device, or a NumPy array or memmap of the same shape, read
+            batch by batch.
+        prepare: maps uint8 (B, H, W, C) on the backbone's device to normalized float (B, C, h, w).
         batch_size: images per forward pass.
 
     Returns:
@@ -56,7 +58,7 @@ def extract(
 
 
 def _batch(images: Tensor | np.ndarray, start: int, size: int) -> Tensor:
-    """Rows ``start : start + size`` as a tensor; NumPy rows are copied, because a memmap may be read-only."""
+    """Rows as a tensor; NumPy rows are copied, because a memory map may be read-only."""
     rows = images[start : start + size]
     return rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
 
@@ -64,14 +66,14 @@ def _batch(images: Tensor | np.ndarray, start: int, size: int) -> Tensor:
 def measurable(
     train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, classes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """The labelled part of both sets as float32 and int64 on one device, or ``None`` if there is nothing to measure.
+    """The labeled part of both sets on one device, or ``None`` if there is nothing to measure.
 
-    Non-finite features and sets without labels warn instead of raising: a collapsed run, or one on unlabelled images,
-    has no accuracy, but its training goes on.
+    Non-finite features and sets without labels warn instead of raising: a collapsed run, or one on
+    unlabeled images, has no accuracy, but its training goes on.
 
     Args:
         train_x: (N, D) features.
-        train_y: (N,) labels in 0 .. classes - 1, or -1 for an unlabelled image.
+        train_y: (N,) labels in 0 .. classes - 1, or -1 for an unlabeled image.
         test_x: (M, D) features.
         test_y: (M,) labels like ``train_y``.
         classes: number of classes.
@@ -84,7 +86,7 @@ def measurable(
         if not keep.all():
             x, y = x[keep], y[keep]
         if len(y) == 0:
-            warnings.warn(f"no labelled {name} images: the accuracy is nan", stacklevel=3)
+            warnings.warn(f"no labeled {name} images: the accuracy is nan", stacklevel=3)
             return None
         if y.max() >= classes:
             raise ValueError(

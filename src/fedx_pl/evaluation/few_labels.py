@@ -32,7 +32,7 @@ class FewLabels(Evaluation):
         seed = derive(trainer.seed, "semi")
         store = trainer.datamodule.store_of(labeled, trainer.device)
         subsets = [
-            finetune.labelled_subset(labels, fraction, seed) for fraction in options.fractions
+            finetune.labeled_subset(labels, fraction, seed) for fraction in options.fractions
         ]
         advance = counter(tick, sum(options.steps(len(rows)) for rows in subsets))
         found = {}

@@ -1,8 +1,9 @@
-"""Few labels: a classifier on the encoder, and the whole network fine-tuned on a small labelled part of the images.
+"""Few labels: the network is fine-tuned on a small labeled part of the images.
 
-The paper gives 1, 5 and 10 % of the labels, SGD with learning rate 1e-3 and 100 epochs. It is silent on the rest, for
-which we take what pre-training uses: momentum 0.9, the run's own augmentation (one view per image) and 64 images per
-step, as FedX has. There is no weight decay. The labelled images of all clients are in one place.
+The paper gives 1, 5 and 10 % of the labels, SGD with learning rate 1e-3 and 100 epochs. It is
+silent on the rest, for which we take what pre-training uses: momentum 0.9, the run's own
+augmentation (one view per image) and 64 images per step, as FedX has. There is no weight decay. The
+labeled images of all clients are in one place.
 """
 
 import copy
@@ -41,16 +42,17 @@ class SemiOptions(Options):
         return self.epochs * -(-images // self.batch_size)
 
 
-def labelled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Chooses a share of the labelled images, with classes in the proportions of the whole.
+def labeled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Chooses a share of the labeled images, with classes in the proportions of the whole.
 
-    Every class is rounded down, to no less than one image; what then is missing of the share comes from the classes
-    that lost most by it.
+    Every class is rounded down, to no less than one image; what then is missing of the share comes
+    from the classes that lost most by it.
 
     Args:
         labels: int64 (N,); -1 for an image without a label, which is never chosen.
         fraction: in (0, 1].
-        seed: each class has an order that depends on nothing else, so that a larger share adds to a smaller one.
+        seed: each class has an order that depends on nothing else, so that a larger share adds to a
+            smaller one.
 
     Returns:
         int64 (n,) rows, ascending.
@@ -81,7 +83,7 @@ def fine_tune(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> nn.Module:
-    """Trains a copy of the backbone and a new linear classifier as one, with cross-entropy and BatchNorm in train mode.
+    """Trains a copy of the backbone and a new linear classifier together, by cross-entropy.
 
     Args:
         backbone: maps images to (n, ``backbone.feature_dim``); it is left as it is.
@@ -91,7 +93,8 @@ def fine_tune(
         augment: makes one random view of each image.
         classes: number of classes.
         options: epochs, learning rate, momentum and batch size.
-        seed: of the classifier, the order of the images and their views; the global random state is left alone.
+        seed: of the classifier, the order of the images and their views; the global random state is
+            left alone.
         tick: called after every step.
 
     Returns:
@@ -121,7 +124,7 @@ def fine_tune(
 
 
 def scores(network: nn.Module, test: Split, prepare: Callable[[Tensor], Tensor]) -> Scores:
-    """What a classifier gets right of the labeled test images; nan with a warning if it has diverged.
+    """Scores a classifier on the labeled test images; nan with a warning if it has diverged.
 
     Args:
         network: (n, C, h, w) -> (n, classes).
@@ -134,5 +137,5 @@ def scores(network: nn.Module, test: Split, prepare: Callable[[Tensor], Tensor])
         warnings.warn("fine-tuning diverged: the accuracy is nan", stacklevel=2)
         return Scores()
     labels = torch.from_numpy(test.labels)
-    known = labels >= 0
-    return score(logits[known], labels[known], logits.shape[1])
+    labeled = labels >= 0
+    return score(logits[labeled], labels[labeled], logits.shape[1])

@@ -1,8 +1,9 @@
-"""The shape of an embedding in numbers: angles between models and classes, and alarms for a collapse.
+"""The geometry of an embedding: angles between models and classes, and signs of a collapse.
 
-The angles are those of the FedX paper's embedding analysis. Alignment and uniformity are Wang and Isola's (2020): views
-of one image should lie close together, all images far apart. RankMe (Garrido et al., 2023) is the number of dimensions
-an embedding really uses. A collapsed encoder has a RankMe near 1 and a uniformity near 0.
+The angles are those of the FedX paper's embedding analysis. Alignment and uniformity are Wang and
+Isola's (2020): views of one image should lie close together, all images far apart. RankMe (Garrido
+et al., 2023) is the number of dimensions an embedding really uses. A collapsed encoder has a RankMe
+near 1 and a uniformity near 0.
 """
 
 import math
@@ -79,7 +80,7 @@ def alignment(z1: Tensor, z2: Tensor) -> float:
 
 
 def uniformity(z: Tensor, t: float = 2.0) -> float:
-    """Log of the mean of ``exp(-t |u - v|^2)`` over pairs of different images; 0 if all directions are the same.
+    """The log of the mean of ``exp(-t |u - v|^2)`` over pairs of images; 0 after a collapse.
 
     Args:
         z: (N, D); of more than 2,000 images as many are drawn, always the same ones.
@@ -99,11 +100,11 @@ def uniformity(z: Tensor, t: float = 2.0) -> float:
 def rankme(features: Tensor) -> float:
     """Exponential of the entropy of the singular values, as shares of their sum: 1 to min(N, D).
 
-    They are the roots of the eigenvalues of the (D, D) Gram matrix, which is far smaller than the features. In float64,
-    since roots magnify the rounding of small eigenvalues.
+    They are the roots of the eigenvalues of the (D, D) Gram matrix, which is far smaller than the
+    features. In float64, since roots magnify the rounding of small eigenvalues.
 
     Args:
-        features: (N, D), not centred, as in the paper.
+        features: (N, D), not centerd, as in the paper.
 
     Returns:
         The effective rank; nan if the features are not finite.
@@ -120,8 +121,8 @@ def rankme(features: Tensor) -> float:
 def health(features: Tensor) -> dict[str, float]:
     """Collapse alarms of (N, D) features.
 
-    ``feature_std`` is the standard deviation of the directions, averaged over dimensions: near ``1 / sqrt(D)`` for
-    directions that spread evenly, 0 after a collapse.
+    ``feature_std`` is the standard deviation of the directions, averaged over dimensions: near ``1
+    / sqrt(D)`` for directions that spread evenly, 0 after a collapse.
     """
     return {
         "rankme": rankme(features),
@@ -133,7 +134,8 @@ def health(features: Tensor) -> dict[str, float]:
 def box(values: Tensor) -> dict[str, float]:
     """What a box plot shows of some numbers, at least one: mean, quartiles and whiskers.
 
-    ``low`` and ``high`` are the outermost values that are no further from the box than 1.5 times its height.
+    ``low`` and ``high`` are the outermost values that are no further from the box than 1.5 times
+    its height.
     """
     numbers = values.flatten().cpu().numpy()
     q1, median, q3 = np.quantile(numbers, [0.25, 0.5, 0.75])

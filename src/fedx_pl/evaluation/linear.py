@@ -1,10 +1,11 @@
-"""The linear probe of the FedX authors (Adam on frozen features), at a small fraction of its usual time.
+"""The linear probe of the FedX authors (Adam on frozen features), made fast.
 
-The protocol is ``nn.Linear`` + ``CrossEntropyLoss`` + ``torch.optim.Adam`` over a shuffling ``DataLoader``. On cached
-features a step is so small that nearly all of its time goes to the per-sample loader, to autograd and to the
-bookkeeping of the optimiser. So :func:`fit` writes the gradient of the softmax cross-entropy in closed form, calls the
-fused kernel of Adam on one tensor, and cuts its batches as slices of rows shuffled a few thousand at a time. The
-numbers are the same: the tests hold it against the textbook loop.
+The protocol is ``nn.Linear`` + ``CrossEntropyLoss`` + ``torch.optim.Adam`` over a shuffling
+``DataLoader``. On cached features a step is so small that nearly all of its time goes to the
+per-sample loader, to autograd and to the bookkeeping of the optimizer. So :func:`fit` writes the
+gradient of the softmax cross-entropy in closed form, calls the fused kernel of Adam on one tensor,
+and cuts its batches as slices of rows shuffled a few thousand at a time. The numbers are the same:
+the tests hold it against the textbook loop.
 """
 
 import math
@@ -44,9 +45,9 @@ class LinearOptions(Options):
     batch_size: int = option(64, "features per step", at_least=1)
 
 
-# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has a batch size of 512
-# among its options, which goes to the extraction of features; the classifier's own is 2048. It does not shuffle; here
-# every epoch is.
+# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has
+# a batch size of 512 among its options, which goes to the extraction of features; the classifier's
+# own is 2048. It does not shuffle; here every epoch is.
 PRESETS = {
     "fedx": LinearOptions(),
     "fedema": LinearOptions(
@@ -65,16 +66,17 @@ def linear_probe(
     options: LinearOptions,
     seed: int,
 ) -> Scores:
-    """Train a linear classifier on frozen features and measure it; images with label -1 are left out of both sets.
+    """Trains a linear classifier on frozen features and measures it, without images labeled -1.
 
     Args:
-        train_x: (N, D) features in eval mode, not normalised.
+        train_x: (N, D) features in eval mode, not normalized.
         train_y: (N,) labels in 0 .. classes - 1, or -1.
         test_x: (M, D) features.
         test_y: (M,) labels like ``train_y``.
         classes: number of classes.
         options: epochs, learning rate, weight decay and batch size.
-        seed: of the initial weights and of the shuffling; the global random state is neither read nor moved.
+        seed: of the initial weights and of the shuffling; the global random state is neither read
+            nor moved.
 
     Returns:
         What it gets right. Non-finite features and sets without labels give nan and a warning.
@@ -83,7 +85,8 @@ def linear_probe(
     if data is None:
         return Scores()
     train_x, train_y, test_x, test_y = data
-    # Drawn on the CPU, so that a seed means the same initial weights and the same batches on every device.
+    # Drawn on the CPU, so that a seed means the same initial weights and the same batches on every
+    # device.
     generator = torch.Generator().manual_seed(seed)
     count, width = train_x.shape
     bound = 1 / math.sqrt(width)  # what nn.Linear draws from, for its weight and its bias
@@ -111,8 +114,9 @@ def linear_probe(
 def _threads(count: int) -> Iterator[None]:
     """Limit torch's CPU threads for a while.
 
-    A step of 50 us is too short to share: the threads only wait for each other, and on a machine that is busy with
-    other work each of those waits may last a whole time slice (measured: 8 to 50 times slower).
+    A step of 50 us is too short to share: the threads only wait for each other, and on a machine
+    that is busy with other work each of those waits may last a whole time slice (measured: 8 to 50
+    times slower).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -132,20 +136,23 @@ def fit(
 ) -> None:
     """Train ``weight`` in place with Adam on the mean cross-entropy.
 
-    With x the (n, D + 1) rows of a batch, a one appended to each, and y their one-hot labels, the gradient of the loss
-    with respect to the weight W is (softmax(W x^T) - y^T) x / n.
+    With x the (n, D + 1) rows of a batch, a one appended to each, and y their one-hot labels, the
+    gradient of the loss with respect to the weight W is (softmax(W x^T) - y^T) x / n.
 
     Args:
         weight: float (classes, D + 1), the last column is the bias.
         features: float (N, D).
         labels: int64 (N,).
-        orders: for each epoch, the rows in the order in which they are seen; the last batch may be short.
-        options: learning rate, weight decay and batch size. The number of epochs is the number of ``orders``.
+        orders: for each epoch, the rows in the order in which they are seen; the last batch may be
+            short.
+        options: learning rate, weight decay and batch size. The number of epochs is the number of
+            ``orders``.
     """
     size = options.batch_size
     rows = size * max(1, _SHUFFLED_ROWS // size)
     one_hot = F.one_hot(labels, len(weight)).to(features.dtype)
-    # Filled again and again. The last column of x stays one, which makes the bias a weight like the others.
+    # Filled again and again. The last column of x stays one, which makes the bias a weight like the
+    # others.
     shuffled_x = features.new_ones(min(rows, len(features)), features.shape[1] + 1)
     shuffled_y = one_hot.new_empty(len(shuffled_x), len(weight))
     gradient, first, second = (
@@ -158,7 +165,8 @@ def fit(
             torch.index_select(features, 0, chosen, out=x_rows[:, :-1])
             torch.index_select(one_hot, 0, chosen, out=y_rows)
             for x, y in zip(x_rows.split(size), y_rows.split(size), strict=True):
-                # Classes first: the softmax then runs over whole vectors of images, twice as fast for few classes.
+                # Classes first: the softmax then runs over whole vectors of images, twice as fast
+                # for few classes.
                 error = torch.softmax(torch.mm(weight, x.T), 0).sub_(y.T).div_(len(x))
                 torch.mm(error, x, out=gradient)
                 # The kernel of torch.optim.Adam(fused=True), private but measured: a probe's step on

@@ -1,1 +1,1 @@
-"""Which code a run was trained with: what is not ours, how it is hashed, and whether it was edited since."""
+"""The code that a run was trained with: what is not ours, its hash, and edits since."""

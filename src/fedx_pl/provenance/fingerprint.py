@@ -1,8 +1,8 @@
-"""A hash of live objects that is the same in every process, for what has no file: a class in a notebook.
+"""Hashes live objects, the same in every process, such as a class in a notebook without a file.
 
-Everything is taken apart until only plain values are left. A function is its bytecode, what it holds and the globals
-that it names; an instance is its class and what pickle would save of it; a tensor is its values. No address and no
-order of a set gets into the hash.
+Everything is taken apart until only plain values are left. A function is its bytecode, what it
+holds and the globals that it names; an instance is its class and what pickle would save of it; a
+tensor is its values. No address and no order of a set gets into the hash.
 """
 
 import copyreg
@@ -50,7 +50,7 @@ class Rules(NamedTuple):
 
 
 def fingerprint(thing: Definition, rules: Rules) -> str:
-    """The SHA-256 of a class or function; what it refers to counts by the labels that ``rules`` gives."""
+    """The SHA-256 of a class or function; what it refers to counts by the labels of ``rules``."""
     return _hash(_class_parts(thing) if isinstance(thing, type) else _function_parts(thing), rules)
 
 
@@ -67,12 +67,12 @@ def is_transparent(kind: type) -> bool:
 
 
 def held_by(function: FunctionType) -> list[object]:
-    """What a function has beside its source: the values of its closure, and the function that it decorates."""
+    """The values of a function's closure, and the function that it decorates."""
     return [function.__dict__.get("__wrapped__"), *map(_content, function.__closure__ or ())]
 
 
 def imported_by(code: CodeType) -> Iterator[str]:
-    """The modules that a function imports when it runs; of ``from a import b``, ``a.b`` may be no module."""
+    """The names that a function imports when it runs; of ``from a import b``, also ``a.b``."""
     base = ""
     for step in _steps(code):
         if step.opname == "IMPORT_NAME":
@@ -97,7 +97,8 @@ def _lines(
     Args:
         parts: the values.
         rules: of the walk.
-        seen: number and object by id. It holds the objects, since the id of a dead one is given to another.
+        seen: number and object by id. It holds the objects, since the id of a dead one is given to
+            another.
     """
     queue = deque(parts)
     for _ in range(_MOST_VALUES):
@@ -153,7 +154,7 @@ def _plain_text(value: object) -> str:
 
 
 def _place(thing: Named) -> Part:
-    """Tells classes and functions of one set apart, without visiting them: two lambdas have the same name."""
+    """Tells members of a set apart without visiting them: two lambdas have the same name."""
     code = thing.__code__ if isinstance(thing, FunctionType) else None
     return Part(
         f"{getattr(thing, '__qualname__', thing.__name__)} {[*code.co_positions()] if code else ''}"
@@ -161,9 +162,9 @@ def _place(thing: Named) -> Part:
 
 
 def _class_parts(kind: type) -> list[object]:
-    """Of the names with two underscores only methods; the others are Python's notes, and differ by version."""
-    own = {name: value for name, value in vars(kind).items() if not _is_note(name, value)}
-    return [kind.__bases__, own]
+    """The bases and members of a class, without dunder values, which differ by Python version."""
+    members = {name: value for name, value in vars(kind).items() if not _is_note(name, value)}
+    return [kind.__bases__, members]
 
 
 def _is_note(name: str, value: object) -> bool:
@@ -204,7 +205,7 @@ def _array_parts(array: Any) -> list[object]:
 
 
 def _state(value: Any) -> list[object]:
-    """What pickle would save of an instance; what it cannot save, such as a lock, counts by its class."""
+    """The state that pickle would save; what it cannot, such as a lock, counts by its class."""
     if isinstance(value, nn.Module):
         return [{name: part for name, part in vars(value).items() if name not in _TORCH_INTERNALS}]
     try:

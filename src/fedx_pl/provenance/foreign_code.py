@@ -1,9 +1,10 @@
 """The code of a run that is not part of this package: the user's method and what it imports.
 
-A run is its configuration and this code. It covers the modules that define the method and its base classes and, from
-there on, each module that these import, also within a function, if it is a file of the user's own: not Python's, not
-this package's, not of an installed library. A method that is installed itself counts with its whole package. What has
-no file, as a class in a notebook, or is in a script's ``__main__``, counts by its `fingerprint`.
+A run is its configuration and this code. It covers the modules that define the method and its base
+classes and, from there on, each module that these import, also within a function, if it is a file
+of the user's own: not Python's, not this package's, not of an installed library. A method that is
+installed itself counts with its whole package. What has no file, as a class in a notebook, or is in
+a script's ``__main__``, counts by its `fingerprint`.
 
 Not covered: modules whose names are computed, and files that a method reads.
 """
@@ -61,7 +62,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a run folder; None if it has none, as those of version 0.1, or if it cannot be read."""
+    """Reads the record of a run folder; None if it cannot be read, or is absent."""
     try:
         content = read_json(folder / FILE)
         modules = {str(name): str(sha256) for name, sha256 in content["modules"].items()}
@@ -80,7 +81,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def code_of(*things: Any) -> Code:
-    """The code of classes and functions as it is on disk now; empty for those of this package or of a library."""
+    """The code of classes and functions on disk; empty for those of this package or a library."""
     return {name: sha256 for thing in things for name, sha256 in _code_of(thing).items()}
 
 
@@ -108,14 +109,14 @@ def hash_of(*things: Any) -> str:
 
 
 def hash_of_values(values: Mapping[str, object]) -> str:
-    """A hash that is the same in every process: of numbers, tensors, functions and objects by name."""
+    """Hashes numbers, tensors, functions and objects by name, the same in every process."""
     walk = _Walk(homes=set())
     content = fingerprint_of_values(values, walk.rules)
     return checksum(json.dumps([content, walk.run([])]).encode())
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a module, also of one that is not imported; None for a class or function without a file."""
+    """The file of a module, imported or not; None for a class or function without a file."""
     return _locate(name).file
 
 
@@ -135,7 +136,7 @@ class _Walk:
 
     def __init__(self, homes: set[str]) -> None:
         self.homes = homes  # top-level names of packages that count wherever they are installed
-        self.found: Code = {}
+        self.code: Code = {}
         self._modules: set[str] = set()
         # Classes and functions without a file and their names, by id.
         self._named: dict[int, tuple[str, Definition]] = {}
@@ -148,10 +149,10 @@ class _Walk:
             self._refer(kind)
         while self._waiting:
             thing = self._waiting.popleft()
-            self.found[self._named[id(thing)][0]] = fingerprint(thing, self.rules)
+            self.code[self._named[id(thing)][0]] = fingerprint(thing, self.rules)
             for name in imported_by(thing.__code__) if isinstance(thing, FunctionType) else ():
                 self._visit_module(name)
-        return dict(sorted(self.found.items()))
+        return dict(sorted(self.code.items()))
 
     def _refer(self, thing: Named) -> Part:
         """Names a class, a function or a module, and sees to it that its code is collected."""
@@ -159,28 +160,22 @@ class _Walk:
             self._visit_module(thing.__name__)
             return Part(f"module {thing.__name__}")
         name, label = _module_of(thing), f"{_module_of(thing)}.{thing.__qualname__}"
-        if not self._has_file(thing, name):
+        if not _has_file(name):
             return Part(self._wait(thing, label))
         self._visit_module(name)
         return Part(label, held_by(thing) if isinstance(thing, FunctionType) else ())
 
-    def _has_file(self, thing: Definition, name: str) -> bool:
-        file = file_of(name)
-        if file is None:
-            return name in sys.builtin_module_names
-        return name != "__main__"  # Of a script only what the run uses counts, as of a notebook.
-
     def _wait(self, thing: Definition, label: str) -> str:
         if id(thing) not in self._named:
-            while label in self.found:  # Every lambda has the same name.
+            while label in self.code:  # Every lambda has the same name.
                 label += "'"
-            self.found[label] = ""
+            self.code[label] = ""
             self._named[id(thing)] = label, thing
             self._waiting.append(thing)
         return self._named[id(thing)][0]
 
     def _is_opaque(self, kind: type) -> bool:
-        """Objects of a library count by their class: what is in them may be of another version or process."""
+        """Whether only the class counts: what a library keeps in its objects differs by version."""
         name, file = str(kind.__module__), file_of(str(kind.__module__))
         if is_transparent(kind) or _top(name) in self.homes:
             return False
@@ -201,7 +196,7 @@ class _Walk:
             content = file.read_bytes()
         except OSError:  # A module within an archive.
             return
-        self.found[name] = checksum(content)
+        self.code[name] = checksum(content)
         for imported in _imports(content, package) if file.suffix == ".py" else ():
             self._visit_module(imported)
 
@@ -212,6 +207,12 @@ class _Place(NamedTuple):
     file: Path | None = None
     package: str = ""  # that its relative imports start from
     path: Sequence[str] | None = None  # where its sub-modules are; None: it is no package
+
+
+def _has_file(name: str) -> bool:
+    if file_of(name) is None:
+        return name in sys.builtin_module_names
+    return name != "__main__"  # Of a script only what the run uses counts, as of a notebook.
 
 
 def _locate(name: str) -> _Place:
@@ -239,7 +240,7 @@ def _locate(name: str) -> _Place:
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
-    """The names of all modules that a source file imports; of ``from a import b``, ``a.b`` may be no module."""
+    """The names that a source file imports; of ``from a import b``, ``a.b`` may be no module."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
@@ -266,7 +267,7 @@ def _is_library(file: Path, name: str) -> bool:
 
 
 def _is_installed(file: Path, name: str) -> bool:
-    """Whether a file is not the user's: what pip puts into a folder has its ``*.dist-info`` beside it."""
+    """Whether a file is installed: what pip puts into a folder has a ``*.dist-info`` beside it."""
     levels = name.count(".") + (file.name == "__init__.py")
     home = file.parents[levels] if levels < len(file.parents) else file.parent
     return home.name == "site-packages" or _has_installed(home)
@@ -278,7 +279,7 @@ def _has_installed(folder: Path) -> bool:
 
 
 def _module_of(thing: Definition) -> str:
-    """The module whose file has the source; `functools.wraps` copies ``__module__`` from one function to another."""
+    """The module whose file has the source: `functools.wraps` copies another ``__module__``."""
     name = thing.__globals__.get("__name__") if isinstance(thing, FunctionType) else None
     return str(name or thing.__module__)
 

@@ -1,10 +1,12 @@
 """Whether the code that this process has loaded is still the code in its files.
 
-Python reads a file once. After an edit it goes on with the old code, and a run would be kept under the hash of code
-that did not train it. What was loaded is known from three sides: the files behind a method when its class was made,
-the file of a module when it was first seen here, and the functions of a module that was edited before that.
+Python reads a file once. After an edit it goes on with the old code, and a run would be kept under
+the hash of code that did not train it. What was loaded is known from three sides: the files behind
+a method when its class was made, the file of a module when it was first seen here, and the
+functions of a module that was edited before that.
 
-Not noticed: an edit outside of all functions, of a module that was imported before the method that uses it was made.
+Not noticed: an edit outside of all functions, of a module that was imported before the method that
+uses it was made.
 """
 
 import gc
@@ -59,8 +61,8 @@ def require_current(method: type) -> Code:
     edited = dict.fromkeys(name for name, sha256 in loaded if sha256 != code.get(name))
     if edited:
         raise UserError(
-            f"{describe([*edited])} was edited after this process imported it, which still has the old code; start "
-            f"Python (the notebook's kernel) again"
+            f"{describe([*edited])} was edited after this process imported it, which still has "
+            f"the old code; start Python (the notebook's kernel) again"
         )
     return code
 
@@ -70,7 +72,8 @@ def _loaded(name: str, now: str) -> str:
 
     Args:
         name: of the module.
-        now: the hash of its file as it is now, which counts if the module is seen for the first time.
+        now: the hash of its file as it is now, which counts if the module is seen for the first
+            time.
     """
     module = sys.modules.get(name)
     if module is None:  # It will be read when a function imports it.
@@ -128,7 +131,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _process_start() -> float:
-    """When this process began, at the latest, in seconds since 1970; 0 where Linux does not tell."""
+    """The time when this process began, in seconds since 1970; 0 where Linux does not tell."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -37,7 +37,7 @@ def tiff(
     packed: bool = False,
     white_is_zero: bool = False,
 ) -> None:
-    """Unsigned integers or floats, (H, W, 3) or (H, W, 1), in one strip, or in one for each channel."""
+    """Unsigned integers or floats, (H, W, 3) or (H, W, 1), in one strip or one per channel."""
     height, width, channels = values.shape
     planes = [values[..., channel] for channel in range(channels)] if planar else [values]
     strips = [plane.astype(values.dtype.newbyteorder(order)).tobytes() for plane in planes]
@@ -47,10 +47,18 @@ def tiff(
     body = b"".join(strips)
     meaning = 2 if channels == 3 else 0 if white_is_zero else 1
     tags = {
-        256: [width], 257: [height], 258: [8 * values.dtype.itemsize] * channels, 259: [8 if packed else 1],
-        262: [meaning], 273: offsets, 277: [channels], 278: [height], 279: [len(strip) for strip in strips],
-        284: [2 if planar else 1], 339: [3 if values.dtype.kind == "f" else 1] * channels,
-    }  # fmt: skip
+        256: [width],
+        257: [height],
+        258: [8 * values.dtype.itemsize] * channels,
+        259: [8 if packed else 1],
+        262: [meaning],
+        273: offsets,
+        277: [channels],
+        278: [height],
+        279: [len(strip) for strip in strips],
+        284: [2 if planar else 1],
+        339: [3 if values.dtype.kind == "f" else 1] * channels,
+    }
     entries, beyond = b"", b""
     for tag, numbers in tags.items():
         content = struct.pack(f"{order}{len(numbers)}I", *numbers)

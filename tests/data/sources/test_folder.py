@@ -3,65 +3,22 @@
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from dataset_files import silent
+from image_folders import grays, header_of_png, options, paint, paint_classes
 
+from fedx_pl.cli import main as cli
 from fedx_pl.config.compose import compose
-from fedx_pl.data.images import DataOptions, ImageData
-from fedx_pl.data.sources import (
-    cache,
-    decode,
-    describe,
-    image_files,
-    load,
-    stored_channels,
-    stored_side,
-)
+from fedx_pl.data.sources import describe, load
 from fedx_pl.errors import UserError
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    return []
-
-
-def options(tmp_path: Path, **changes: object) -> DataOptions:
-    settings = {
-        "name": "folder",
-        "root": str(tmp_path / "images"),
-        "cache": str(tmp_path / "cache"),
-        "image_size": 8,
-    }
-    return DataOptions(**settings | changes)  # type: ignore[arg-type]
-
-
-def paint(
-    path: Path, colour: int | tuple[int, int, int] = 0, size: tuple[int, int] = (12, 10)
-) -> None:
-    """Writes an image of one colour."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
-
-
-def colours(data: ImageData) -> list[int]:
-    """The grey level of each training image."""
-    return data.train.images[:, 4, 4, 0].tolist()
-
-
-def header_of_png(width: int, height: int) -> bytes:
-    """A PNG that claims a size; its pixels are missing."""
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
 
 
 @contextmanager
@@ -78,19 +35,19 @@ def without_privileges() -> Iterator[Path]:
     shutil.rmtree(home)
 
 
-class TestUnlabelled:
+class TestUnlabeled:
     def test_images_are_found_recursively_in_path_order(
         self, tmp_path: Path, lines: list[str]
     ) -> None:
-        for colour, name in enumerate(
+        for color, name in enumerate(
             ["a.png", "site b/2.jpg", "site b/deep/er/3.bmp", "site c/no ending"]
         ):
-            paint(tmp_path / "images" / f"{name}.png", colour * 60)
+            paint(tmp_path / "images" / f"{name}.png", color * 60)
             (tmp_path / "images" / f"{name}.png").rename(tmp_path / "images" / name)
         data = load(options(tmp_path), report=lines.append)
         assert data.train.images.shape == (4, 8, 8, 3)
         assert data.train.images.dtype == np.uint8
-        assert colours(data) == [0, 60, 120, 180]
+        assert grays(data) == [0, 60, 120, 180]
         assert data.train.labels is None
         assert data.test is None
         assert data.train.groups is not None
@@ -110,7 +67,7 @@ class TestUnlabelled:
         content = (tmp_path / "images/good.png").read_bytes()
         (tmp_path / "images/cut.png").write_bytes(content[: len(content) // 2])
         (tmp_path / "images/notes.txt").write_text("not an image")
-        (tmp_path / "images/huge.png").write_bytes(header_of_png(50_000, 50_000))
+        (tmp_path / "images/huge.png").write_bytes(header_of_png(50_000, 50_000)[:33])
         (tmp_path / "images/empty.jpg").touch()
         (tmp_path / "images/.DS_Store").write_text("hidden files are not even counted")
         (tmp_path / "images/gone.png").symlink_to("nowhere")
@@ -118,58 +75,22 @@ class TestUnlabelled:
         for _ in range(2):  # decoded, and from the cache
             lines.clear()
             data = load(options(tmp_path), report=lines.append)
-            assert colours(data) == [200]
+            assert grays(data) == [200]
             assert data.skipped == 6
             assert len(lines) == 1
             assert "skipped 6 of 7" in lines[0]
             for file, reason in (
-                ("4 like .*cut.png", "no readable image"), ("gone.png", "No such file"), ("pipe", "not a file"),
-            ):  # fmt: skip
+                ("4 like .*cut.png", "no readable image"),
+                ("gone.png", "No such file"),
+                ("pipe", "not a file"),
+            ):
                 assert re.search(rf"{file} \([^()]*{reason}", lines[0]), lines[0]
-
-    def test_absurd_size_is_refused_before_decoding(
-        self, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-        paint(tmp_path / "images/a.png", size=(11, 10))
-        paint(tmp_path / "images/b.png", size=(10, 10))
-        assert load(options(tmp_path), report=lines.append).skipped == 1
-        assert "11 x 10 pixels are too many" in lines[0]
-
-    def test_short_side_is_resized_and_the_centre_kept(self, tmp_path: Path) -> None:
-        strip = np.zeros((20, 60, 3), np.uint8)
-        strip[:, 20:40] = 255
-        (tmp_path / "images").mkdir()
-        Image.fromarray(strip).save(tmp_path / "images/strip.png")
-        image = load(options(tmp_path)).train.images[0]
-        assert (image[:, 1:-1] == 255).all()
-        assert image.min() > 200  # the filter sees a little of what lies beside
-
-    def test_camera_orientation_is_respected(self, tmp_path: Path) -> None:
-        top_white = np.zeros((16, 16, 3), np.uint8)
-        top_white[:8] = 255
-        exif = Image.Exif()
-        exif[0x0112] = 3  # taken upside down
-        (tmp_path / "images").mkdir()
-        Image.fromarray(top_white).save(tmp_path / "images/photo.jpg", exif=exif, quality=100)
-        image = load(options(tmp_path)).train.images[0]
-        assert image[:3].max() < 30
-        assert image[-3:].min() > 225
-
-    @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-    @pytest.mark.parametrize("grayscale", [True, False])
-    def test_every_colour_mode(self, tmp_path: Path, mode: str, grayscale: bool) -> None:
-        (tmp_path / "images").mkdir()
-        Image.new("RGB", (9, 9), "white").convert(mode).save(tmp_path / "images/a.tif")
-        images = load(options(tmp_path, grayscale=grayscale)).train.images
-        assert images.shape == (1, 8, 8, 1 if grayscale else 3)
-        assert images.min() > 250
 
     def test_link_loops_end(self, tmp_path: Path) -> None:
         paint(tmp_path / "images/sub/a.png")
         (tmp_path / "images/sub/loop").symlink_to(tmp_path / "images")
         (tmp_path / "images/self").symlink_to(tmp_path / "images/self")
-        assert len(load(options(tmp_path), report=lambda line: None).train.images) == 1
+        assert len(load(options(tmp_path), report=silent).train.images) == 1
 
     def test_an_unreadable_folder_is_named(self, lines: list[str]) -> None:
         with without_privileges() as home:
@@ -177,7 +98,7 @@ class TestUnlabelled:
             paint(home / "images/site b/2.png", 20)
             (home / "images/site b").chmod(0)
             try:
-                assert colours(load(options(home), report=lines.append)) == [10]
+                assert grays(load(options(home), report=lines.append)) == [10]
             finally:
                 (home / "images/site b").chmod(0o700)
         (line,) = lines
@@ -190,90 +111,17 @@ class TestUnlabelled:
         with pytest.raises(UserError, match=r"type data\.root=/path/to/images"):
             load(compose(["data=folder"]).data)
 
-    def test_processes_give_the_same_as_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for number in range(150):
-            paint(tmp_path / f"images/{number:03}.png", number)
-        (tmp_path / "images/100.png").write_text("broken")
-        here = load(
-            options(tmp_path, cache=str(tmp_path / "one"), workers=1), report=lambda line: None
-        )
-        monkeypatch.setattr(decode, "_POOL_SECONDS", 0.0)
-        pool = load(
-            options(tmp_path, cache=str(tmp_path / "two"), workers=2), report=lambda line: None
-        )
-        np.testing.assert_array_equal(pool.train.images, here.train.images)
-        assert pool.fingerprint == here.fingerprint
-        assert pool.skipped == 1
-
-    def test_process_that_dies_is_a_user_error(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for number in range(150):
-            paint(tmp_path / f"images/{number:03}.png", number)
-        (tmp_path / "dies.py").touch()
-        monkeypatch.setattr(decode, "_POOL_SECONDS", 0.0)
-        monkeypatch.setattr(image_files, "__file__", str(tmp_path / "dies.py"))
-        with pytest.raises(UserError, match=r"data\.workers=1"):
-            load(options(tmp_path, workers=2))
-        assert list((tmp_path / "cache").glob("*")) == []
-
-
-class TestFolderCache:
-    def test_decoded_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        paint(tmp_path / "images/a.png", 7)
-        first = load(options(tmp_path))
-        monkeypatch.setattr(decode, "decode_batch", None)
-        again = load(options(tmp_path))
-        np.testing.assert_array_equal(first.train.images, again.train.images)
-        assert first.fingerprint == again.fingerprint
-
-    def test_large_caches_are_mapped_and_stay_untouched(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        paint(tmp_path / "images/a.png", 7)
-        monkeypatch.setattr(cache, "MAP_BYTES", 0)
-        data = load(options(tmp_path))
-        assert isinstance(data.train.images, np.memmap)
-        data.train.images[:] = 0  # writable, as torch wants it, but not on the disk
-        assert colours(load(options(tmp_path))) == [7]
-
-    def test_changed_folder_is_decoded_again(self, tmp_path: Path) -> None:
-        paint(tmp_path / "images/a.png", 7)
-        first = load(options(tmp_path))
-        paint(tmp_path / "images/a.png", 8, size=(50, 50))
-        second = load(options(tmp_path))
-        assert colours(second) == [8]
-        assert first.fingerprint != second.fingerprint
-        assert load(options(tmp_path, image_size=9)).train.images.shape == (1, 9, 9, 3)
-
-    def test_flipped_bit_is_mended(self, tmp_path: Path, lines: list[str]) -> None:
-        paint(tmp_path / "images/a.png", 7)
-        load(options(tmp_path))
-        (path,) = (tmp_path / "cache").rglob("images.npy")
-        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-        assert colours(load(options(tmp_path), report=lines.append)) == [7]
-        assert len(lines) == 1
-        assert "changed" in lines[0]
-
-    def test_unwritable_cache_says_what_to_type(self, tmp_path: Path) -> None:
-        paint(tmp_path / "images/a.png")
-        (tmp_path / "cache").write_text("a file where the folder should be")
-        with pytest.raises(UserError, match=r"set data\.cache=DIR"):
-            load(options(tmp_path))
-
 
 class TestLabels:
     @pytest.fixture
     def classes(self, tmp_path: Path) -> Path:
-        for name, colour in (("site 1/cat", 10), ("site 2/cat", 20), ("site 2/dog", 30)):
+        for name, color in (("site 1/cat", 10), ("site 2/cat", 20), ("site 2/dog", 30)):
             for number in range(5):
-                paint(tmp_path / f"images/{name}/{number}.png", colour + number)
+                paint(tmp_path / f"images/{name}/{number}.png", color + number)
         paint(tmp_path / "images/stray.png", 99)
         return tmp_path
 
-    def test_held_out_images_are_labelled_and_never_trained_on(self, classes: Path) -> None:
+    def test_held_out_images_are_labeled_and_never_trained_on(self, classes: Path) -> None:
         data = load(options(classes, labels="folders", test_fraction=0.4))
         assert data.test is not None
         assert data.train.labels is not None
@@ -285,11 +133,11 @@ class TestLabels:
             3,
         ]  # the stray one has no label
         held_out = set(data.test.images[:, 4, 4, 0].tolist())
-        assert held_out.isdisjoint(colours(data))
+        assert held_out.isdisjoint(grays(data))
         assert len(held_out) + len(data.train.images) == 16
         assert all(
-            (colour >= 30) == label
-            for colour, label in zip(colours(data)[:-1], data.train.labels, strict=False)
+            (color >= 30) == label
+            for color, label in zip(grays(data)[:-1], data.train.labels, strict=False)
         )
 
     def test_held_out_images_do_not_depend_on_the_seed(self, classes: Path) -> None:
@@ -318,7 +166,7 @@ class TestLabels:
         test_root = classes / "images/site 2"
         data = load(options(classes, labels="folders", test_root=str(test_root)))
         assert data.test is not None
-        assert colours(data) == [10, 11, 12, 13, 14, 99]
+        assert grays(data) == [10, 11, 12, 13, 14, 99]
         assert data.test.labels is not None
         assert data.test.labels.tolist() == [0] * 5 + [1] * 5
         assert data.group_names == (".", "site 1")
@@ -335,21 +183,30 @@ class TestLabels:
         assert len(data.train.images) == 16
 
     def test_the_order_of_classes_does_not_depend_on_the_hash_seed(self, tmp_path: Path) -> None:
-        """All four are the same number; as strings a set has them in another order in each process."""
+        """All four are the same number.
+
+        As strings a set has them in another order in each process.
+        """
         for name in ("1", "01", "001", "0001", "2"):
             for number in range(2):
                 paint(tmp_path / f"images/{name}/{number}.png")
+        expected = ["0001", "001", "01", "1", "2"]
+        wanted = options(tmp_path, labels="folders")
+        assert list(load(wanted, report=silent).classes) == expected
         code = (
-            "import sys; from fedx_pl.data.images import DataOptions; from fedx_pl.data.sources import load\n"
-            "root, cache = sys.argv[1:]\n"
-            "print(*load(DataOptions(name='folder', root=root, cache=cache, labels='folders')).classes)"
+            "import sys\nfrom fedx_pl.data.images import DataOptions\nfrom fedx_pl.data.sources "
+            "import load\nroot, cache = sys.argv[1:]\noptions = DataOptions(\n    name='folder', "
+            "root=root, cache=cache, labels='folders', image_size=8, "
+            "workers=1)\nprint(*load(options, report=lambda line: None).classes)\n"
         )
-        for seed in ("0", "1", "2"):
-            found = subprocess.run(
-                [sys.executable, "-c", code, str(tmp_path / "images"), str(tmp_path / "cache")],
-                env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            assert found.stdout.split() == ["0001", "001", "01", "1", "2"]
+        result = subprocess.run(
+            [sys.executable, "-c", code, wanted.root, wanted.cache],
+            env={**os.environ, "PYTHONHASHSEED": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert result.stdout.split() == expected
 
     def test_two_labels_for_one_image_are_refused(self, classes: Path) -> None:
         table = classes / "labels.csv"
@@ -402,7 +259,7 @@ class TestLabels:
             ({"test_fraction": 1.0}, "data.test_fraction"),
         ):
             with pytest.raises(UserError, match=message):
-                load(options(classes, **changes), report=lambda line: None)
+                load(options(classes, **changes), report=silent)
 
 
 class TestImageNet:
@@ -425,15 +282,6 @@ class TestImageNet:
         assert data.train.images[0, 0, 0, 0] < 10
         assert data.train.images[-1, 0, 0, 0] > 70
 
-    @pytest.mark.parametrize("name", ["folder", "imagenet10"])
-    @pytest.mark.parametrize("grayscale", [False, True])
-    def test_the_shape_of_images_is_known_without_loading_them(
-        self, imagenet: Path, name: str, grayscale: bool
-    ) -> None:
-        chosen = options(imagenet, name=name, classes=["n01"], grayscale=grayscale)
-        side = stored_side(chosen)
-        assert load(chosen).train.images.shape[1:] == (side, side, stored_channels(chosen))
-
     def test_missing_pieces(self, imagenet: Path) -> None:
         for changes, message in (
             ({"classes": []}, r"data\.classes=\[n01,n02,n03\]"),
@@ -442,3 +290,60 @@ class TestImageNet:
         ):
             with pytest.raises(UserError, match=message):
                 load(options(imagenet, name="imagenet10", **changes))
+
+
+def test_classes_that_are_no_text_are_readable_and_stay_different(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paint_classes(tmp_path, classes=3)
+    names = [b"caf\xe9", rb"caf\xe9", b"\x1b[31mred\n"]
+    for label, name in enumerate(names):
+        os.rename(
+            tmp_path / "images" / f"class{label}",
+            os.path.join(os.fsencode(tmp_path / "images"), name),
+        )
+    data = load(options(tmp_path, labels="folders"), report=silent)
+    assert set(data.classes) == {r"caf\xe9", r"caf\\xe9", r"\x1b[31mred\x0a"}
+    assert set(data.group_names) == set(data.classes)
+    assert data.train.labels is not None
+    assert np.bincount(data.train.labels).tolist() == [2, 2, 2]
+    words = [
+        f"data.root={tmp_path / 'images'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.labels=folders",
+    ]
+    assert cli.main(["data", "folder", *words]) == 0
+    shown = capsys.readouterr().out
+    assert r"caf\xe9 2" in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("data", "decoding images"), ("train", "training on 128 images")]
+)
+def test_images_beyond_the_memory_are_refused_with_their_size(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    what: str,
+) -> None:
+    """One of them takes 12 GB, and the machine has 8."""
+    paint_classes(tmp_path)
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}
+    monkeypatch.setattr("os.sysconf", lambda name: pages[name])
+    words = [
+        f"data.root={tmp_path / 'images'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.image_size=65000",
+    ]
+    first = (
+        ["data", "folder"]
+        if command == "data"
+        else ["train", "data=folder", "profile=paper", "--yes"]
+    )
+    assert cli.main([*first, *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"data.image_size=65000: {what}" in error
+    assert "GB of memory, and" in error
+    assert not list((tmp_path / "cache").glob("folder-[0-9a-f]*"))

@@ -1,18 +1,27 @@
-"""Where images come from: named data sets, folders, arrays; fetched, decoded, verified and cached."""
+"""Where images come from: named data sets, folders, arrays; found, decoded, verified and cached."""
 
 from fedx_pl.data.sources.arrays import is_array, is_pair, of_arrays, of_datasets
+from fedx_pl.data.sources.description import describe, overview
 from fedx_pl.data.sources.loading import (
     SOURCES,
     Source,
-    describe,
     load,
-    overview,
     pairs,
     stored_channels,
     stored_side,
 )
 
 __all__ = [
-    "SOURCES", "Source", "describe", "is_array", "is_pair", "load", "of_arrays", "of_datasets", "overview", "pairs",
-    "stored_channels", "stored_side",
-]  # fmt: skip
+    "SOURCES",
+    "Source",
+    "describe",
+    "is_array",
+    "is_pair",
+    "load",
+    "of_arrays",
+    "of_datasets",
+    "overview",
+    "pairs",
+    "stored_channels",
+    "stored_side",
+]

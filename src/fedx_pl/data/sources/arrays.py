@@ -1,4 +1,4 @@
-"""Images that are brought from Python, as arrays or as torch data sets: checked, and made uint8 (N, H, W, C)."""
+"""Images from Python, as arrays or as torch data sets: checked, and made uint8 (N, H, W, C)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedx_pl.data.images import ARRAYS, Arrays, ImageData, Split
 from fedx_pl.data.sources import cache
 from fedx_pl.errors import UserError
 
-_FEW = 4  # channels at most, where it is not clear which axis they are
-_MOST_CLASSES = 100_000
+_MAX_CHANNELS = 4  # where it is not clear which axis they are
+_MAX_CLASSES = 100_000
 _SLACK = 0.01  # Resizing may overshoot 0..1 by so much.
 
 
 def is_pair(source: object) -> bool:
-    """Whether it is (images, labels), not one data set per client."""
+    """Whether the source is (images, labels), not one data set per client."""
     if not (isinstance(source, tuple | list) and len(source) == 2):
         return False
     images, labels = source
@@ -36,19 +36,19 @@ def _is_whole(labels: list[Any]) -> bool:
 
 
 def is_array(source: object) -> bool:
-    """Whether it holds numbers itself."""
+    """Whether the source is an array or a tensor."""
     return isinstance(source, np.ndarray | Tensor)
 
 
 def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
-    """Images from arrays, to train on and to evaluate on.
+    """Makes image data of arrays, to train on and to evaluate on.
 
     Args:
         train: images uint8 (N, H, W, C), or (N, H, W) if they are gray, and labels (N,) or None.
         test: likewise, with labels.
 
     Raises:
-        UserError: they are something else; it says what to do.
+        UserError: they are something else.
     """
     split = _split(train, "the")
     held_out = None if test is None else _split(test, "the test")
@@ -72,7 +72,7 @@ def of_arrays(train: Arrays, test: Arrays | None = None) -> ImageData:
 def of_datasets(
     clients: Sequence[Dataset[Any]], whose: str = "client"
 ) -> tuple[Arrays, np.ndarray]:
-    """All items of data sets as arrays, and which data set each is from.
+    """Turns all items of data sets into arrays, and notes which data set each is from.
 
     Args:
         clients: map-style data sets, or lists, whose items are images or (image, label).
@@ -94,8 +94,9 @@ def of_datasets(
             owners.append(client)
             if images[-1].shape != images[0].shape:
                 raise UserError(
-                    f"{item} is an image of shape {images[-1].shape}, the first one of all has {images[0].shape}; "
-                    f"bring all to one, e.g. with torchvision.transforms.Resize((96, 96))"
+                    f"{item} is an image of shape {images[-1].shape}, the first one of all has "
+                    f"{images[0].shape}; bring all to one, e.g. with "
+                    f"torchvision.transforms.Resize((96, 96))"
                 )
     labeled = np.array(labels, np.int64)
     return (np.stack(images), labeled if (labeled >= 0).any() else None), np.array(owners)
@@ -113,9 +114,10 @@ def _split(arrays: Arrays, which: str) -> Split:
     images = images[..., None] if images.ndim == 3 else images
     if images.dtype != np.uint8 or images.ndim != 4:
         raise UserError(
-            f"{which} images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. {_bytes(images)}"
+            f"{which} images are {images.dtype} {images.shape}; give uint8 (N, H, W, C), e.g. "
+            f"{_bytes(images)}"
         )
-    if images.shape[3] > _FEW >= images.shape[1]:
+    if images.shape[3] > _MAX_CHANNELS >= images.shape[1]:
         raise UserError(
             f"{which} images are {images.shape}, with channels first; give uint8 (N, H, W, C), "
             f"e.g. images.transpose(0, 2, 3, 1)"
@@ -128,7 +130,7 @@ def _split(arrays: Arrays, which: str) -> Split:
 
 
 def _bytes(images: np.ndarray) -> str:
-    """What makes bytes of other images."""
+    """The code that a user may type to make bytes of other images."""
     if images.dtype == np.uint8:
         return "images.transpose(0, 2, 3, 1)"
     bright = images.dtype.kind == "f" and images.size and images.max() <= 1
@@ -144,20 +146,23 @@ def _labels(labels: np.ndarray, count: int, which: str) -> np.ndarray | None:
     if labels.shape != (count,):
         each = ", e.g. labels.argmax(axis=1)" if labels.ndim == 2 else ""
         raise UserError(
-            f"{which} labels are {labels.shape} for {count} images; give one for each, ({count},){each}"
+            f"{which} labels are {labels.shape} for {count} images; give one for each, "
+            f"({count},){each}"
         )
     if labels.dtype.kind not in "iu":
         raise UserError(
-            f"{which} labels are {labels.dtype}; give integers from 0, e.g. np.unique(labels, return_inverse=True)[1]"
+            f"{which} labels are {labels.dtype}; give integers from 0, e.g. np.unique(labels, "
+            f"return_inverse=True)[1]"
         )
-    if labels.max() >= _MOST_CLASSES:
+    if labels.max() >= _MAX_CLASSES:
         raise UserError(
             f"{which} labels go up to {labels.max()}; give integers from 0 without gaps, e.g. "
             f"np.unique(labels, return_inverse=True)[1]"
         )
     if labels.min() < -1:
         raise UserError(
-            f"{which} labels begin with {labels.min()}; give integers from 0, -1 for an image without one"
+            f"{which} labels begin with {labels.min()}; give integers from 0, -1 for an image "
+            f"without one"
         )
     return labels.astype(np.int64, copy=False) if labels.max() >= 0 else None
 
@@ -165,13 +170,14 @@ def _labels(labels: np.ndarray, count: int, which: str) -> np.ndarray | None:
 def _require_fitting(train: Split, test: Split) -> None:
     if test.images.shape[1:] != train.images.shape[1:]:
         raise UserError(
-            f"the test images are {test.images.shape[1:]} and the training images {train.images.shape[1:]} (H, W, C); "
-            f"give both in one size and with the same channels"
+            f"the test images are {test.images.shape[1:]} and the training images "
+            f"{train.images.shape[1:]} (H, W, C); give both in one size and with the same channels"
         )
     for split, which in ((test, "the test"), (train, "the training")):
         if split.labels is None:
             raise UserError(
-                f"{which} images have no labels, and evaluation needs them; give (images, labels), or leave out test"
+                f"{which} images have no labels, and evaluation needs them; give (images, "
+                f"labels), or leave out test"
             )
 
 
@@ -181,8 +187,8 @@ def _length(dataset: Any, which: str) -> int:
         raise UserError(f"{which} is a DataLoader; give its data set, loader.dataset")
     if is_array(dataset) or is_pair(dataset) or isinstance(dataset, str):
         raise UserError(
-            f"{which} is {_kind(dataset)}, not a data set; give e.g. torch.utils.data.TensorDataset(images, labels) "
-            f"with uint8 images (N, C, H, W)"
+            f"{which} is {_kind(dataset)}, not a data set; give e.g. "
+            f"torch.utils.data.TensorDataset(images, labels) with uint8 images (N, C, H, W)"
         )
     if (
         isinstance(dataset, IterableDataset)
@@ -190,7 +196,8 @@ def _length(dataset: Any, which: str) -> int:
         or not hasattr(dataset, "__getitem__")
     ):
         raise UserError(
-            f"{which} is a {name}, which has no length or no items by number; give a list: list(dataset)"
+            f"{which} is a {name}, which has no length or no items by number; give a list: "
+            f"list(dataset)"
         )
     if not (count := len(dataset)):
         raise UserError(f"{which} is a {name} without images; leave it out")
@@ -200,7 +207,8 @@ def _length(dataset: Any, which: str) -> int:
 def _parts(item: Any, which: str) -> tuple[Any, Any]:
     if isinstance(item, dict):
         raise UserError(
-            f"{which} is a dict of {', '.join(map(str, item))}; return (image, label) from __getitem__"
+            f"{which} is a dict of {', '.join(map(str, item))}; return (image, label) from "
+            f"__getitem__"
         )
     if not isinstance(item, tuple | list):
         return item, None
@@ -225,10 +233,16 @@ def _label(label: Any, which: str) -> int:
 
 
 def _pixels(image: Any, which: str) -> np.ndarray:
-    """An image as uint8 (H, W, C): a PIL image, an array (H, W, C), or a tensor (C, H, W); of bytes or of 0..1."""
+    """Converts an image to uint8 (H, W, C).
+
+    Args:
+        image: a PIL image, an array (H, W, C), or a tensor (C, H, W); bytes, or floats of 0..1.
+        which: what it is called in an error message.
+    """
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB", "RGBA"):
         raise UserError(
-            f'{which} is a PIL image of mode {image.mode}; return image.convert("RGB"), or "L" for gray'
+            f"{which} is a PIL image of mode {image.mode}; "
+            f'return image.convert("RGB"), or "L" for gray'
         )
     try:
         pixels = (
@@ -248,7 +262,8 @@ def _pixels(image: Any, which: str) -> np.ndarray:
         pixels = _as_bytes(pixels, which)
     if pixels.dtype != torch.uint8:
         raise UserError(
-            f"{which} is of {pixels.dtype}; return bytes (uint8), or floats of 0..1 as of ToTensor()"
+            f"{which} is of {pixels.dtype}; return bytes (uint8), or floats of 0..1 as of "
+            f"ToTensor()"
         )
     return np.ascontiguousarray((pixels if pixels.ndim == 3 else pixels[..., None]).numpy())
 
@@ -257,8 +272,9 @@ def _as_bytes(pixels: Tensor, which: str) -> Tensor:
     low, high = (pixels.min().item(), pixels.max().item()) if pixels.numel() else (0.0, 0.0)
     if not (low >= -_SLACK and high <= 1 + _SLACK):  # Written so that NaN fails too.
         raise UserError(
-            f"{which} has values from {low:.3g} to {high:.3g}; return bytes (uint8) or floats of 0..1 as of "
-            f"ToTensor(), without Normalize: the data module normalizes, by its mean= and std="
+            f"{which} has values from {low:.3g} to {high:.3g}; return bytes (uint8) or floats of "
+            f"0..1 as of ToTensor(), without Normalize: the data module normalizes, by its mean= "
+            f"and std="
         )
     return (pixels * 255).round().clamp(0, 255).to(torch.uint8)
 

@@ -1,7 +1,8 @@
 """Decoded arrays on disk: a folder of ``.npy`` files and a ``manifest.json`` with their hashes.
 
-A cache is complete or absent: it is written beside its place and moved there in one step, and what it holds is hashed
-again on every load. Nothing but a cache is ever replaced or removed: its place may be the user's own folder.
+A cache is complete or absent: it is written beside its place and moved there in one step, and what
+it holds is hashed again on every load. Nothing but a cache is ever replaced or removed: its place
+may be the user's own folder.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ from fedx_pl.errors import UserError
 from fedx_pl.files import private_file, sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
-MAP_BYTES = (
-    2**30
-)  # larger arrays are mapped instead of read: a folder of images may exceed the memory
+# Larger arrays are mapped instead of read: a folder of images may exceed the memory.
+MAP_BYTES = 2**30
 _BLOCK = 2**26
 _STALE_SECONDS = 24 * 3600
 _PARTS = {"arrays", "info"}  # of a manifest, beside its own sha256
@@ -60,20 +60,19 @@ def sha256(array: np.ndarray) -> str:
     """Hashes the bytes of an array in C order."""
     digest = hashlib.sha256()
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    for start in range(
-        0, flat.size, _BLOCK
-    ):  # block by block: a memory map must not become resident as a whole
+    # Block by block: a memory map must not become resident as a whole.
+    for start in range(0, flat.size, _BLOCK):
         digest.update(flat[start : start + _BLOCK].data)
     return digest.hexdigest()
 
 
 def fingerprint(hashes: Mapping[str, str]) -> str:
-    """A short name for content whose parts have these hashes."""
+    """Makes a short hash of content whose parts have these hashes."""
     return hashlib.sha256(json.dumps(dict(hashes), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def fingerprint_of(train: Split, test: Split | None) -> str:
-    """Of arrays that were brought from Python."""
+    """The fingerprint of arrays from Python."""
     arrays = {"images": train.images, "labels": train.labels}
     if test is not None:
         arrays |= {"test images": test.images, "test labels": test.labels}
@@ -90,8 +89,8 @@ def read(folder: Path, *, unsigned: bool = False) -> Cached:
     """Loads and verifies a cache.
 
     Args:
-        folder: of the cache.
-        unsigned: also one of an older version, whose manifest has no checksum.
+        folder: the cache.
+        unsigned: accept one of an older version, whose manifest has no checksum.
 
     Raises:
         CacheError: it is absent, incomplete or not what was written.
@@ -104,7 +103,8 @@ def read(folder: Path, *, unsigned: bool = False) -> Cached:
             raise CacheError(f"{folder} is of an older version, without a checksum of its manifest")
         if set(manifest) != _PARTS and manifest["sha256"] != _digest(manifest):
             raise CacheError(f"{folder / MANIFEST} has changed since it was written")
-        arrays, hashes = {}, {}
+        arrays = {}
+        hashes = {}
         for name, entry in manifest["arrays"].items():
             path = _regular(folder / f"{name}.npy")
             # Before memory is taken: a damaged header may ask for any amount of it.
@@ -148,13 +148,16 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 class ArrayWriter:
     """Appends blocks to a ``.npy`` file whose number of rows is not known in advance.
 
-    A memory map would be simpler, but writing one on a full disk ends the process with a signal; a write fails.
+    A memory map would be simpler, but writing one on a full disk ends the process with a signal; a
+    write fails.
     """
 
     def __init__(
         self, path: Path, row_shape: tuple[int, ...], dtype: str, *, private: bool = False
     ) -> None:
-        self.path, self.row_shape, self.dtype = path, row_shape, np.dtype(dtype)
+        self.path = path
+        self.row_shape = row_shape
+        self.dtype = np.dtype(dtype)
         self.rows = 0
         self._opener = private_file if private else None
         self._digest = hashlib.sha256()
@@ -192,7 +195,7 @@ class ArrayWriter:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the manifest says about this array."""
+        """The entry of this array in the manifest."""
         return {
             "shape": [self.rows, *self.row_shape],
             "dtype": str(self.dtype),
@@ -210,7 +213,7 @@ class ArrayWriter:
 
 @contextmanager
 def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
-    """Gives an empty folder to write into, and moves it to ``folder`` when the block ends without an error.
+    """Yields an empty folder, and moves it to ``folder`` if the block ends without an error.
 
     Args:
         folder: the place.
@@ -223,7 +226,8 @@ def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
     fresh = folder.parent / f"{_beside(folder)}{uuid.uuid4().hex}"
     if os.path.lexists(folder) and not _is_cache(folder):
         raise CacheError(
-            f"{folder} holds something else than a cache, and is left as it is; move or delete it yourself"
+            f"{folder} holds something else than a cache, and is left as it is; move or delete it "
+            f"yourself"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -232,9 +236,8 @@ def replacing(folder: Path, *, private: bool = False) -> Iterator[Path]:
         yield fresh
         sync_folder(fresh)
         if folder.exists():
-            os.replace(
-                folder, f"{fresh}-old"
-            )  # a folder that is not empty cannot be replaced in one step
+            # A folder that is not empty cannot be replaced in one step.
+            os.replace(folder, f"{fresh}-old")
         try:
             os.replace(fresh, folder)
         except OSError as error:
@@ -283,15 +286,14 @@ def write_manifest(
     private: bool = False,
 ) -> None:
     """Writes ``manifest.json`` and waits until it is on the disk."""
-    manifest = json.loads(
-        json.dumps({"arrays": dict(entries), "info": dict(info)})
-    )  # as it is read back
+    # As it is read back.
+    manifest = json.loads(json.dumps({"arrays": dict(entries), "info": dict(info)}))
     content = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
     write_atomically(folder / MANIFEST, content.encode(), private=private)
 
 
 def _is_cache(folder: Path) -> bool:
-    """Whether a folder is empty, or holds a manifest, which may be damaged, and arrays, and nothing else."""
+    """Whether a folder is empty, or holds nothing but arrays and a (maybe damaged) manifest."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}
@@ -310,7 +312,7 @@ def _is_cache(folder: Path) -> bool:
 
 
 def _beside(folder: Path) -> str:
-    """How names of folders begin that are to become ``folder``."""
+    """The start of the names of unfinished folders that are to become ``folder``."""
     return f".fedx-pl-{folder.name}-"
 
 

@@ -30,8 +30,8 @@ from fedx_pl.errors import Report, UserError, readable
 
 _DECODER = 3  # changes when the same files are decoded to other pixels than before
 _BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar
-_REASONS = 5  # for skipping files that are told
-_POOL_SECONDS = 2.0  # less work than this is not worth starting processes
+_MAX_REASONS = 5  # for skipping files that are reported
+POOL_SECONDS = 2.0  # less work than this is not worth starting processes
 _QUIET_SECONDS = 3.0  # of decoding before a progress bar appears
 
 
@@ -65,7 +65,7 @@ def decode(
     Args:
         root: folder that ``paths`` are relative to.
         paths: files, images or not.
-        size: side length; the short side is resized to it and the centre kept.
+        size: side length; the short side is resized to it and the center kept.
         options: ``grayscale``, ``workers``, and where the cache lies.
         report: receives one line if files were skipped or the cache was unusable.
         value_range: how `survey` wants images of more than 8 bits per value to be read.
@@ -88,11 +88,11 @@ def decode(
     )
     skipped = content.info["skipped"]
     if skipped:
-        told = content.info["reasons"]
+        groups = content.info["reasons"]
         reasons = [
-            f"{count} like {readable(root / first)} ({reason})" for reason, count, first in told
+            f"{count} like {readable(root / first)} ({reason})" for reason, count, first in groups
         ]
-        if others := skipped - sum(count for _, count, _ in told):
+        if others := skipped - sum(count for _, count, _ in groups):
             reasons.append(f"{others} for other reasons")
         report(f"{options.name}: skipped {skipped} of {len(paths)} files: {'; '.join(reasons)}")
     return Decoded(
@@ -106,7 +106,7 @@ def decode(
 def cached(
     folder: Path, fill: Callable[[Path], None], options: DataOptions, report: Report
 ) -> cache.Cached:
-    """Reads the cache ``folder``; if there is none, or it is damaged, after ``fill`` has written it."""
+    """Reads the cache ``folder``; if it is absent or damaged, ``fill`` writes it first."""
     try:
         return cache.read(folder)
     except CacheError as error:
@@ -146,11 +146,10 @@ def _fill(
     report: Report,
     value_range: ValueRange | None,
 ) -> None:
-    """Decodes ``paths`` in order and writes the cache ``folder``; memory holds a few batches at a time."""
+    """Decodes ``paths`` in order into the cache ``folder``, a few batches at a time."""
     kept: list[str] = []
-    failures: dict[
-        str, list[Any]
-    ] = {}  # [reason, count, first path], by the reason without its numbers
+    # [reason, count, first path], by the reason without its numbers.
+    failures: dict[str, list[Any]] = {}
     channels = 1 if options.grayscale else 3
     with cache.replacing(folder, private=True) as fresh:
         with cache.ArrayWriter(
@@ -170,7 +169,7 @@ def _fill(
         info = {
             "paths": kept,
             "skipped": len(paths) - len(kept),
-            "reasons": sorted(failures.values(), key=lambda failure: -failure[1])[:_REASONS],
+            "reasons": sorted(failures.values(), key=lambda failure: -failure[1])[:_MAX_REASONS],
             "value_range": value_range,
         }
         cache.write_manifest(fresh, {"images": writer.entry}, info, private=True)
@@ -197,7 +196,7 @@ def run(
     report: Report,
     title: str,
 ) -> Iterator[Answered]:
-    """Does tasks in one or several processes and yields results in order; ``title`` is for the progress bar."""
+    """Runs tasks in one or several processes, with a progress bar; yields results in order."""
     workers = options.workers or os.cpu_count() or 1
     total = sum(len(paths) for _, paths, *_ in tasks)
     return _with_progress(_run(work, tasks, workers), total, report, title=title)
@@ -206,13 +205,13 @@ def run(
 def _run(
     work: Callable[[Task], Answered], tasks: Sequence[Task], workers: int
 ) -> Iterator[Answered]:
-    """Works here if that is quick, judged by the first batch, else in processes; yields results in order."""
+    """Works here if the first batch says that this is quick, else in processes."""
     start = time.monotonic()
     yield from map(work, tasks[:1])
     expected = (time.monotonic() - start) * (len(tasks) - 1)
     rest = tasks[1:]
     yield from (
-        _in_pool(rest, workers) if workers > 1 and expected > _POOL_SECONDS else map(work, rest)
+        _in_pool(rest, workers) if workers > 1 and expected > POOL_SECONDS else map(work, rest)
     )
 
 
@@ -239,7 +238,8 @@ def _in_pool(tasks: Sequence[Task], workers: int) -> Iterator[Answered]:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:  # also when the reader stops early: a thread that waits for a process sees its pipe end
+        # also when the reader stops early: a thread that waits for a process sees its pipe end
+        finally:
             for process in processes:
                 process.kill()
             threads.shutdown(wait=True, cancel_futures=True)
@@ -256,9 +256,10 @@ class _Process:
         self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
     def run(self, task: Task) -> Answered:
-        """Does what ``image_files.decode_batch`` or ``image_files.survey_batch`` does, over there."""
+        """Runs `image_files.decode_batch` or `image_files.survey_batch` in the process."""
         root, paths, *_ = task
-        stdin, stdout = self._child.stdin, self._child.stdout
+        stdin = self._child.stdin
+        stdout = self._child.stdout
         assert stdin is not None  # both are pipes; this is for the type checker
         assert stdout is not None
         try:
@@ -266,14 +267,11 @@ class _Process:
             stdin.flush()
             shape, remarks = json.loads(stdout.readline())
             return np.frombuffer(stdout.read(math.prod(shape)), np.uint8).reshape(shape), remarks
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # it died: the pipe broke, or its answer is cut short
+        except (OSError, ValueError) as error:  # it died: a broken pipe, or half an answer
             first = readable(os.path.join(root, paths[0]))
             raise UserError(
-                f"a process that decodes images died at one of {len(paths)} files from {first} on (out of memory?); "
-                "type data.workers=1 to decode in this process"
+                f"a process that decodes images died at one of {len(paths)} files from {first} on "
+                f"(out of memory?); type data.workers=1 to decode in this process"
             ) from error
 
     def kill(self) -> None:

@@ -1,7 +1,8 @@
-"""Images in folders: the user's own, labelled or not, and class folders of a local ImageNet.
+"""Images in folders: the user's own, labeled or not, and class folders of a local ImageNet.
 
-What is trained on and what is held out is decided by path, before anything is decoded. So each split becomes one cache,
-written once and memory-mapped afterwards, and the test images are the same for every seed.
+What is trained on and what is held out is decided by path, before anything is decoded. So each
+split becomes one cache, written once and memory-mapped afterwards, and the test images are the same
+for every seed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         report: receives a line about skipped files.
 
     Returns:
-        The data; ``groups`` are the top-level sub-folders, "." for images that lie in the root itself.
+        The data; ``groups`` are the top-level sub-folders, "." for images that lie in the root
+        itself.
     """
     if not options.root:
         raise UserError("data=folder needs your images: type data.root=/path/to/images")
@@ -49,9 +51,9 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
         )
     table = Path(options.labels).expanduser() if options.labels not in ("none", "folders") else None
 
-    # a test folder, a table or our own cache inside the root is no training image
-    own = [path.resolve() for path in (test_root, table, cache_folder(options)) if path]
-    paths = list_files(root, report, leave_out=own)
+    # A test folder, a table or our cache inside the root is no training image.
+    leave_out = [path.resolve() for path in (test_root, table, cache_folder(options)) if path]
+    paths = list_files(root, report, leave_out=leave_out)
     if not paths:
         raise UserError(f"data.root={options.root}: no images in {root.resolve()}")
     test_paths = list_files(test_root, report) if test_root else []
@@ -80,7 +82,8 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
     train = decode(root, kept, size, options=options, report=report, value_range=value_range)
     if not train.paths:
         raise UserError(
-            f"data.root={options.root}: no readable images in {root.resolve()} ({train.skipped} other files)"
+            f"data.root={options.root}: no readable images in {root.resolve()} ({train.skipped} "
+            f"other files)"
         )
     test = (
         decode(
@@ -156,14 +159,16 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
         )
         if not splits[name].paths:
             raise UserError(
-                f"data.root={options.root}: no readable images of the chosen classes in {top.resolve()}"
+                f"data.root={options.root}: no readable images of the chosen classes in "
+                f"{top.resolve()}"
             )
 
     def split(name: str) -> Split:
         owner = {path: path.split("/", 1)[0] for path in splits[name].paths}
         return Split(splits[name].images, _labels(splits[name].paths, owner, classes))
 
-    train, test = split("train"), split("val")
+    train = split("train")
+    test = split("val")
     hashes = {"train": splits["train"].sha256, "test": splits["val"].sha256}
     hashes |= {"labels": _hash(train.labels), "test labels": _hash(test.labels)}
     return ImageData(
@@ -182,8 +187,8 @@ def load_imagenet(options: DataOptions, report: Report) -> ImageData:
 def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> list[str]:
     """Lists all files below ``root``, as sorted relative paths with forward slashes.
 
-    Links to folders are followed, each folder once, so that loops end. What a file is, only its content tells: names
-    without a known ending are listed, too.
+    Links to folders are followed, each folder once, so that loops end. What a file is, only its
+    content tells: names without a known ending are listed, too.
 
     Args:
         root: the folder.
@@ -193,10 +198,11 @@ def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> li
 
     def unreadable(error: OSError) -> None:
         report(
-            f"cannot read the folder {readable(error.filename)} ({error.strerror}): its images are missing"
+            f"cannot read the folder {readable(error.filename)} ({error.strerror}): its images "
+            f"are missing"
         )
 
-    found: list[str] = []
+    paths: list[str] = []
     seen: set[Path] = set()
     for top, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
         here = Path(top)
@@ -209,15 +215,17 @@ def list_files(root: Path, report: Report, leave_out: Sequence[Path] = ()) -> li
         files = [
             name for name in files if not name.startswith(".") and real / name not in leave_out
         ]
-        found += [(here / name).relative_to(root).as_posix() for name in files]
-    return sorted(found)
+        paths += [(here / name).relative_to(root).as_posix() for name in files]
+    return sorted(paths)
 
 
 def hold_out(names: Mapping[str, str], fraction: float) -> list[str]:
-    """Chooses the labelled images to evaluate on: ``fraction`` of each class, at least one image stays in training.
+    """Chooses the labeled images to evaluate on: ``fraction`` of each class.
 
-    The order is that of a hash of the path: it depends on no seed, and an image that is added later does not move the
-    others from one side to the other more than the count requires.
+    At least one image of each class stays in training.
+
+    The order is that of a hash of the path: it depends on no seed, and an image that is added later
+    does not move the others from one side to the other more than the count requires.
     """
     classes: dict[str, list[str]] = {}
     for path, name in names.items():
@@ -230,7 +238,7 @@ def hold_out(names: Mapping[str, str], fraction: float) -> list[str]:
 
 
 def _names_from_folders(paths: Sequence[str]) -> dict[str, str]:
-    """Class names by path; an image in the root itself has none."""
+    """The class names by path; an image in the root itself has none."""
     return {path: readable(path.rsplit("/", 2)[-2]) for path in paths if "/" in path}
 
 
@@ -241,7 +249,8 @@ def _names_from_table(
 
     Args:
         table: the CSV file, with or without a header.
-        folders: each folder of images with the files in it: the training folder, then the test folder if there is one.
+        folders: each folder of images with the files in it: the training folder, then the test
+            folder if there is one.
 
     Returns:
         Class names by path, for the first and the second folder.
@@ -266,11 +275,11 @@ def _names_from_table(
         what = f"the line {','.join(short[0])!r} is not path,label" if short else "it has no lines"
         raise UserError(f"data.labels={table}: {what}")
 
-    known = [(root.resolve(), set(paths)) for root, paths in folders]
+    resolved = [(root.resolve(), set(paths)) for root, paths in folders]
     names: list[dict[str, str]] = [{}, {}]
     unknown = []
     for path, label, *_ in rows:
-        for at, (root, present) in enumerate(known):
+        for at, (root, present) in enumerate(resolved):
             relative = os.path.normpath(
                 os.path.relpath(path, root) if os.path.isabs(path) else path
             )
@@ -281,27 +290,29 @@ def _names_from_table(
                     before = names[at].setdefault(relative, label)
                     if before != label:
                         raise UserError(
-                            f"data.labels={table}: {path} has two labels, {before!r} and {label!r}; keep one of them"
+                            f"data.labels={table}: {path} has two labels, {before!r} and "
+                            f"{label!r}; keep one of them"
                         )
                 break
         else:
             unknown.append(path)
     if unknown:
-        where = " or ".join(str(root) for root, _ in known)
+        where = " or ".join(str(root) for root, _ in resolved)
         raise UserError(
-            f"data.labels={table}: {len(unknown)} of its files do not exist in {where}, first {unknown[0]}"
+            f"data.labels={table}: {len(unknown)} of its files do not exist in {where}, first "
+            f"{unknown[0]}"
         )
     return names[0], names[1]
 
 
 def _ordered(names: set[str]) -> tuple[str, ...]:
-    """Class names in order: by number if all are numbers, so that class 10 comes after class 9."""
+    """Sorts class names: by number if all are numbers, so that class 10 comes after class 9."""
     by_text = sorted(names)  # first, since 1 and 01 are the same number and a set has no order
     return tuple(sorted(by_text, key=int) if all(name.isdecimal() for name in names) else by_text)
 
 
 def _labels(paths: Sequence[str], names: Mapping[str, str], classes: Sequence[str]) -> np.ndarray:
-    """Labels of ``paths``, int64 ``(N,)``; -1 where ``names`` has none."""
+    """The labels of ``paths``, int64 ``(N,)``; -1 where ``names`` has none."""
     index = {name: label for label, name in enumerate(classes)}
     return np.array([index[names[path]] if path in names else -1 for path in paths], np.int64)
 

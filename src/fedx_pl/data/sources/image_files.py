@@ -1,10 +1,11 @@
-"""Decodes image files; a library for ``decode.py``, and the program it runs to decode in several processes.
+"""Decodes image files: a library for ``decode.py``, and a program that it runs in processes.
 
-As a program it imports nothing of this package: with torch and Lightning each process would take seconds to start. And
-unlike multiprocessing it leaves the user's script alone, which needs no ``if __name__ == "__main__"``.
+As a program it imports nothing of this package: with torch and Lightning each process would take
+seconds to start. And unlike multiprocessing it leaves the user's script alone, which needs no ``if
+__name__ == "__main__"``.
 
-It reads one task per line from standard input, a `Task` as JSON, and answers with a line of JSON, the shape of the
-images and a remark on each file, followed by the bytes of the readable images.
+It reads one task per line from standard input, a `Task` as JSON, and answers with a line of JSON,
+the shape of the images and a remark on each file, followed by the bytes of the readable images.
 """
 
 import json
@@ -26,7 +27,8 @@ Answered = tuple[np.ndarray, list[Any]]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # an older Pillow warns that it does not know the word
     _AVIF = bool(features.check("avif"))
-# Pillow reads more, but some readers start other programs (EPS) or are rarely tested: files may come from anywhere.
+# Pillow reads more, but some readers start other programs (EPS) or are rarely tested: files may
+# come from anywhere.
 FORMATS = (
     "JPEG",
     "PNG",
@@ -39,7 +41,10 @@ FORMATS = (
     *(["AVIF"] if _AVIF else []),
 )
 
-_BITS_PER_SAMPLE, _PHOTOMETRIC, _PLANAR_CONFIGURATION = 258, 262, 284  # tags of TIFF
+# Tags of TIFF.
+_BITS_PER_SAMPLE = 258
+_PHOTOMETRIC = 262
+_PLANAR_CONFIGURATION = 284
 _SIZ = b"\xff\x4f\xff\x51"  # how a JPEG 2000 codestream begins; the bits of a value are 42 bytes on
 _SAMPLE = 2**16  # pixels of an image that its bulk is estimated from
 _BULK = (0.005, 0.995)
@@ -65,7 +70,8 @@ def decode_batch(task: Task) -> Answered:
     """Decodes a few files.
 
     Returns:
-        The readable images, uint8 ``(n, size, size, C)``, and for each file why it was skipped, empty if it was not.
+        The readable images, uint8 ``(n, size, size, C)``, and for each file why it was skipped,
+        empty if it was not.
     """
     root, paths, size, grayscale, value_range = task
     images = np.empty((len(paths), size, size, 1 if grayscale else 3), np.uint8)
@@ -94,24 +100,25 @@ def survey_batch(task: Task) -> Answered:
     """Reads the headers of a few files, and the pixels of those with more than 8 bits per value.
 
     Returns:
-        No images, and `Facts` of each file; None for one that cannot be read, which `decode_batch` will explain.
+        No images, and `Facts` of each file; None for one that cannot be read, which `decode_batch`
+        will explain.
     """
     root, paths, *_ = task
-    found: list[Facts | None] = []
+    facts: list[Facts | None] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for path in paths:
             try:
-                found.append(survey_file(os.path.join(root, path)))
+                facts.append(survey_file(os.path.join(root, path)))
             except Exception:  # as above
-                found.append(None)
-    return np.empty(0, np.uint8), found
+                facts.append(None)
+    return np.empty(0, np.uint8), facts
 
 
 def decode_file(
     path: str, size: int, grayscale: bool, value_range: Sequence[float] = ()
 ) -> np.ndarray:
-    """Decodes one file: its short side becomes ``size``, the centre is kept.
+    """Decodes one file: its short side becomes ``size``, the center is kept.
 
     Args:
         path: of the file.
@@ -141,7 +148,7 @@ def decode_file(
 
 
 def survey_file(path: str) -> Facts:
-    """Says what decoding a file needs to know of all files of a set."""
+    """Collects the facts about a file that the survey of a set needs."""
     with _open(path) as opened:
         # Phones hide depth maps behind a JPEG (MPO); nobody takes those for images of their own.
         several = opened.format != "MPO" and getattr(opened, "is_animated", False)
@@ -177,7 +184,7 @@ def _open(path: str) -> Image.Image:
 
 
 def _unknown(path: str) -> str:
-    """Names the kind of a file that Pillow does not open, where the user can do something about it."""
+    """Says why Pillow does not open a file, and what the user can do about it."""
     with open(path, "rb") as file:
         head = file.read(132)
     if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
@@ -187,19 +194,22 @@ def _unknown(path: str) -> str:
     if head[128:132] == b"DICM":
         return "DICOM cannot be read; convert it to 16-bit PNG or TIFF"
     if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return "a TIFF with pixels of a kind that cannot be read; convert it to 16-bit gray or 8-bit RGB"
+        return (
+            "a TIFF with pixels of a kind that cannot be read; "
+            "convert it to 16-bit gray or 8-bit RGB"
+        )
     return f"no readable image of the formats {', '.join(FORMATS)}"
 
 
 def _is_deep(opened: Image.Image) -> bool:
-    """Tells whether values have more than 8 bits, so that they need a range to become bytes.
+    """Whether values have more than 8 bits, so that they need a range to become bytes.
 
     Raises:
         ValueError: they have, and Pillow would misread them, or give their upper bytes only.
     """
     if opened.mode == "F" and _white_is_zero(opened):
         raise ValueError(
-            "float TIFF in which 0 is white, and black is not told; save it with 0 as black"
+            "float TIFF in which 0 is white, without the value of black; save it with 0 as black"
         )
     if opened.mode.startswith("I") or opened.mode == "F":
         return True
@@ -226,8 +236,10 @@ def _is_deep(opened: Image.Image) -> bool:
 
 
 def _white_is_zero(opened: Image.Image) -> bool:
-    """Tells whether a TIFF says so; one that says nothing is most likely of a writer that did not think of it."""
-    return opened.format == "TIFF" and opened.tag_v2.get(_PHOTOMETRIC) == 0  # type: ignore[attr-defined]
+    """Whether a TIFF says so; one that says nothing most likely means the opposite."""
+    if opened.format != "TIFF":
+        return False
+    return opened.tag_v2.get(_PHOTOMETRIC) == 0  # type: ignore[attr-defined]
 
 
 def _bits_of_jpeg2000(opened: Image.Image) -> int:
@@ -240,14 +252,15 @@ def _bits_of_jpeg2000(opened: Image.Image) -> int:
 def _deep_values(opened: Image.Image, path: str) -> np.ndarray:
     """Reads all bits of a deep image: ``(H, W)`` or ``(H, W, 3)``, upright.
 
-    Pillow has no mode for 16-bit color and keeps the upper byte of each value. Told that the other byte is the upper
-    one, it gives that: so two passes give both.
+    Pillow has no mode for 16-bit color and keeps the upper byte of each value. Told that the other
+    byte is the upper one, it gives that: so two passes give both.
     """
     if opened.mode.startswith("I") or opened.mode == "F":
         values = np.asarray(ImageOps.exif_transpose(opened))
         if not _white_is_zero(opened):
             return values
-        # Pillow does this for 8 bits only. Without it, an X-ray would be the negative of the others.
+        # Pillow does this for 8 bits only. Without it, an X-ray would be the negative of the
+        # others.
         (bits,) = opened.tag_v2[_BITS_PER_SAMPLE]  # type: ignore[attr-defined]
         return values.dtype.type(2**bits - 1) - values
     raw = _raw_mode(opened)
@@ -274,7 +287,7 @@ def _upright(opened: Image.Image, raw_mode: str) -> Image.Image:
 
 
 def _arguments(opened: Image.Image) -> tuple[Any, ...]:
-    """How Pillow will unpack the pixels: the raw mode, and what else its decoder needs."""
+    """The raw mode of the pixels, and what else Pillow's decoder needs to unpack them."""
     arguments = opened.tile[0][3]  # type: ignore[attr-defined]
     return (arguments,) if isinstance(arguments, str) else tuple(arguments)
 
@@ -284,7 +297,7 @@ def _raw_mode(opened: Image.Image) -> str:
 
 
 def _to_bytes(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Scales ``low`` to 0 and ``high`` to 255; what lies outside, or is no number, becomes the nearer of the two."""
+    """Scales ``low`` to 0 and ``high`` to 255, and clips what lies outside; NaN becomes 0."""
     pixels = np.empty(values.shape, np.uint8)
     for row in range(0, len(values), _ROWS):
         block = np.nan_to_num(

@@ -1,7 +1,8 @@
-"""Decides how images of more than 8 bits per value become bytes: once for a whole set, before anything is decoded.
+"""Decides how images of more than 8 bits per value become bytes, once for a whole set.
 
-Values of 12- or 16-bit detectors, or floats, have no range of their own that fits: the container's would leave a
-12-bit image 16 gray levels. So one range is taken from all images that belong together, and kept.
+Values of 12- or 16-bit detectors, or floats, have no range of their own that fits: the container's
+would leave a 12-bit image 16 gray levels. So one range is taken from all images that belong
+together, and kept.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _SHARE = (
 def survey(
     parts: Parts, options: DataOptions, report: Report, origin: str = ""
 ) -> ValueRange | None:
-    """Chooses the values that become black and white in all images of a set, and says so.
+    """Chooses the values that become black and white in all images of a set, and reports them.
 
-    The range is that of all values, not of most: nothing is cut off, since the small and bright may be what matters.
-    An outlier makes it too wide; then a line says what to type instead.
+    The range is that of all values, not of most: nothing is cut off, since the small and bright may
+    be what matters. An outlier makes it too wide; then a line says what to type instead.
 
     Args:
         parts: folders and the files in them, relative; all that is trained and evaluated on.
         options: ``value_range`` if the user has chosen, ``workers``, and where the result is kept.
         report: receives a line on the range, and others on what is lost.
-        origin: of the range, in words, where ``data.value_range`` cannot be typed.
+        origin: where the range is from, for the report, if ``data.value_range`` cannot be typed.
 
     Returns:
         The range; None if no image has more than 8 bits per value.
@@ -56,7 +57,7 @@ def survey(
 
 
 def number(value: float) -> str:
-    """A value of a pixel as people write it; reading it back gives the same float32."""
+    """Formats the value of a pixel; reading it back gives the same float32."""
     return str(int(value)) if float(value).is_integer() else f"{value:.9g}"
 
 
@@ -75,7 +76,7 @@ class _Deep:
     whole: list[bool] = field(default_factory=list)
 
     def lines(self, low: float, high: float, origin: str, *, typed: bool) -> list[str]:
-        """Says how values become bytes, and what is lost."""
+        """Reports how values become bytes, and what is lost."""
         total = len(self.values)
         setting = f"data.value_range=[{number(low)},{number(high)}]"
         because = origin or (
@@ -93,14 +94,14 @@ class _Deep:
             first = few[0]
             span = "..".join(number(value) for value in self.values[first][2:])
             lines.append(
-                f"warning: {len(few)} of them keep fewer than {_FEW_LEVELS} of 256 gray levels, first "
-                f"{self.paths[first]} ({span} keeps {self._levels(first, low, high)})"
+                f"warning: {len(few)} of them keep fewer than {_FEW_LEVELS} of 256 gray levels, "
+                f"first {self.paths[first]} ({span} keeps {self._levels(first, low, high)})"
             )
             lines[-1] += "" if origin else f"; {self._advice(low, high)}"
         return lines
 
     def _levels(self, at: int, low: float, high: float) -> int:
-        """Gray levels that 99 % of an image's pixels are spread over."""
+        """The number of gray levels that 99 % of an image's pixels are spread over."""
         first, last = (min(max(value, low), high) for value in self.values[at][2:])
         return int((last - low) * 255 / (high - low)) - int((first - low) * 255 / (high - low)) + 1
 
@@ -113,17 +114,18 @@ class _Deep:
         )
 
     def _advice(self, low: float, high: float) -> str:
-        """What to type, if a narrower range holds what most pixels have."""
+        """Advises what to type, if a narrower range holds most pixels."""
         edge = len(self.values) // 100  # an odd image in a hundred must not decide
         first = sorted(values[2] for values in self.values)[edge]
         last = sorted(values[3] for values in self.values)[-1 - edge]
         if last > first and last - first < (high - low) / 2:
-            return f"if what lies beyond is noise or padding, type data.value_range=[{number(first)},{number(last)}]"
+            bounds = f"[{number(first)},{number(last)}]"
+            return f"if what lies beyond is noise or padding, type data.value_range={bounds}"
         return "images of different depth or units need a set of their own each, or a common scale"
 
 
 def _fill(folder: Path, parts: Parts, options: DataOptions, report: Report, origin: str) -> None:
-    """Looks at all files and writes what was decided as a cache without arrays."""
+    """Reads all files and writes the decision as a cache without arrays."""
     deep = _Deep()
     several: list[tuple[str, int]] = []
     tasks = batches(parts, 0, options.grayscale, value_range=None)
@@ -143,8 +145,8 @@ def _fill(folder: Path, parts: Parts, options: DataOptions, report: Report, orig
     if several:
         path, pages = several[0]
         info["lines"].append(
-            f"several pages or frames in {len(several)} of the files: only the first of each is used ({path} has "
-            f"{pages}); to use all, save each as a file of its own"
+            f"several pages or frames in {len(several)} of the files: only the first of each is "
+            f"used ({path} has {pages}); to use all, save each as a file of its own"
         )
     if deep.values:
         low = min(values[0] for values in deep.values)

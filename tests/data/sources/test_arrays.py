@@ -1,4 +1,4 @@
-"""Images that are brought from Python as arrays: what is recorded of them, and what can be done with their run."""
+"""Arrays from Python: what a run records of them, and what can be done with that run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,23 +42,38 @@ def images(seed: int = 0, channels: int = 3) -> ImageData:
     )
 
 
-def settings(tmp_path: Path, *words: str) -> Config:
-    return compose([
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=2", "federation.rounds=1",
-        "federation.epochs=1", "optim.batch_size=16", "evaluation.linear.epochs=2", "run.threads=1",
-        f"run.root={tmp_path / 'runs'}", f"data.root={tmp_path / 'data'}", *words,
-    ])  # fmt: skip
-
-
-def run(tmp_path: Path, *words: str, data: ImageData | None = None) -> FederatedTrainer:
-    return fitted(
-        settings(tmp_path, *words), Watching(), images=data or images(), partition=CLIENTS
+def settings(folder: Path, *overrides: str) -> Config:
+    return compose(
+        [
+            *("profile=cpu", "backbone.name=resnet10", "backbone.width=4", "backbone.stem=cifar"),
+            *("federation.clients=2", "federation.rounds=1", "federation.epochs=1"),
+            *("optim.batch_size=16", "evaluation.linear.epochs=2", "run.threads=1"),
+            f"run.root={folder / 'runs'}",
+            f"data.root={folder / 'data'}",
+            *overrides,
+        ]
     )
 
 
-def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_path: Path) -> None:
-    """Not CIFAR-10's mean and standard deviation, nor a limit of the profile that nobody applied."""
-    folder = run(tmp_path, "profile=cpu", "backbone.stem=cifar").folder
+def fit(folder: Path, data: ImageData) -> FederatedTrainer:
+    return fitted(settings(folder), Watching(), images=data, partition=CLIENTS)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("arrays")
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> FederatedTrainer:
+    return fit(home, images())
+
+
+def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(
+    trained: FederatedTrainer,
+) -> None:
+    """Neither CIFAR-10's mean and deviation, nor a limit of the profile that nobody applied."""
+    folder = trained.folder
     config = load(folder / "config.yaml")
     assert folder.name.startswith("arrays-simclr-cpu-")
     assert (config.data.name, config.data.image_size, config.data.limit) == ("arrays", SIDE, 0)
@@ -69,18 +84,16 @@ def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(tmp_p
     assert main(["export", str(folder), "--to", "torch"]) == 0
 
 
-def test_arrays_are_normalised_as_typed_and_may_be_gray(tmp_path: Path) -> None:
-    words = settings(tmp_path, "data.mean=[0.4]", "data.std=[0.1]")
-    gray = made(words, images=images(channels=1), partition=CLIENTS)
+def test_arrays_are_normalized_as_typed_and_may_be_gray(tmp_path: Path) -> None:
+    data = images(channels=1)
+    config = settings(tmp_path, "data.mean=[0.4]", "data.std=[0.1]")
+    gray = made(config, images=data, partition=CLIENTS)
     assert (gray.config.data.mean, gray.config.data.std) == ([0.4], [0.1])
     pixels = next(gray.trainer.client_data(0, round_number=1).plain_batches())
-    expected = (
-        torch.from_numpy(images(channels=1).train.images[:24]).permute(0, 3, 1, 2) / 255 - 0.4
-    ) / 0.1
-    torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=1e-5)
-    assert made(
-        settings(tmp_path), images=images(channels=1), partition=CLIENTS
-    ).config.data.mean == [0.5]
+    stored = torch.from_numpy(data.train.images[:24]).permute(0, 3, 1, 2)
+    torch.testing.assert_close(pixels, (stored / 255 - 0.4) / 0.1, atol=1e-5, rtol=1e-5)
+    usual = made(settings(tmp_path), images=data, partition=CLIENTS)
+    assert usual.config.data.mean == [0.5]
 
 
 def test_a_data_set_that_was_loaded_stays_what_it_is(tiny: list[str]) -> None:
@@ -92,11 +105,11 @@ def test_a_data_set_that_was_loaded_stays_what_it_is(tiny: list[str]) -> None:
 
 
 def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, trained: FederatedTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is looked for, fetched or written."""
-    result = run(tmp_path)
-    folder, said = result.folder, list[str]()
+    """Nothing is searched, fetched or written."""
+    folder = trained.folder
+    lines: list[str] = []
     assert main(["evaluate", str(folder), "knn"]) == 2
     error = capsys.readouterr().err
     assert (
@@ -104,29 +117,28 @@ def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
     )
     assert f"evaluate_run(Path('{folder}'), ['knn'], data=DATA)" in error
     with pytest.raises(UserError, match="arrays"):
-        evaluate_run(folder, ["knn"], report=said.append)
-    assert said == []
-    assert not (tmp_path / "data").exists()
+        evaluate_run(folder, ["knn"], report=lines.append)
+    assert lines == []
+    assert not (home / "data").exists()
     assert not (folder / "evaluation").exists()
-    found = evaluate_run(folder, ["knn", "geometry"], report=said.append, data=images())
-    assert found["knn"]["knn_top1"] == result.history[-1]["knn_top1"]
-    assert found["geometry"]["clients"] == 2
+    results = evaluate_run(folder, ["knn", "geometry"], report=lines.append, data=images())
+    assert results["knn"]["knn_top1"] == trained.history[-1]["knn_top1"]
+    assert results["geometry"]["clients"] == 2
     with pytest.raises(UserError, match="trained on other images; give those as data"):
-        evaluate_run(folder, ["knn"], report=said.append, data=images(seed=1))
+        evaluate_run(folder, ["knn"], report=lines.append, data=images(seed=1))
 
 
-def test_a_run_on_other_arrays_is_another_run(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("trained")
+def test_a_run_on_other_arrays_is_another_run(home: Path) -> None:
     """Whatever fingerprint the user gave them."""
-    run(tmp_path)
     with pytest.raises(UserError, match="holds a run on other images"):
-        run(tmp_path, data=images(seed=1))
-    again = run(tmp_path, data=replace(images(), fingerprint="another name"))
-    assert again.history
+        fit(home, images(seed=1))
+    assert fit(home, replace(images(), fingerprint="another name")).history
 
 
 def test_no_command_loads_arrays(tmp_path: Path) -> None:
     options = made(settings(tmp_path), images=images(), partition=CLIENTS).config.data
     with pytest.raises(
-        UserError, match=r"data\.name=arrays: these images were brought from Python.*evaluate_run"
+        UserError, match=r"data\.name=arrays: these images came from Python.*evaluate_run"
     ):
         sources.load(options)
