@@ -18,7 +18,8 @@ from helpers import PATIENCE, THREADS
 
 pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 
-from federation_parts import BYOL_FEDX, WORDS, Process
+from commands import Command as Process
+from federation_parts import BYOL_FEDX, WORDS
 
 from fedx_pl.cli.main import main
 from fedx_pl.config.compose import REAL_SITES
