@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError, require, short
 from fedx_pl.methods.base import State
 
 MAX_IMAGES = 10_000_000
@@ -128,7 +128,7 @@ class AggregateOptions:
 
 
 class Aggregator:
-    """Takes the updates of a round and makes one state of them; what is common to all rules."""
+    """Combines the updates of a round into one state; the base class of all rules."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Aggregator:
         """Starts without updates.
 
         Args:
-            reference: the state every update must match in names, shapes and dtypes: the current global state.
-            max_images: more than any client can own.
+            reference: the current global state, which every update must match in names, shapes and dtypes.
+            max_images: the largest number of images that a client may claim.
             changes: names of tensors that clients send as a change already, such as SCAFFOLD's control variates.
         """
         self._changes = frozenset(changes)
@@ -158,12 +158,12 @@ class Aggregator:
         ] = {}  # After `result`: whose update the rule did not take as it was, and how.
 
     def add(self, state: Mapping[str, Tensor], num_images: int, client: int = 0) -> None:
-        """Takes one client in.
+        """Adds the update of one client.
 
         Args:
             state: its shared state after local training.
-            num_images: how many images it owns: its weight.
-            client: who it is.
+            num_images: how many images it owns, which is its weight.
+            client: its number.
 
         Raises:
             BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite, a statistic impossible, the weights
@@ -263,7 +263,9 @@ class Aggregator:
         if missing := self._reference.keys() - state.keys():
             raise BadUpdate(f"{len(missing)} tensors are missing, e.g. {min(missing)}")
         if extra := state.keys() - self._reference.keys():
-            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {min(extra)}")
+            # Such a name is the client's own: it may be long, or hold what a terminal obeys.
+            name = short(min(extra)).encode("unicode_escape").decode()
+            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {name}")
         for name, reference in self._reference.items():
             tensor = state[name]
             if tensor.shape != reference.shape:

@@ -22,18 +22,18 @@ def collect(
     """Aggregates updates: those that an earlier process had saved, then the others as they come.
 
     Args:
-        trainer: whose engine trains the clients.
-        record: of the round; it learns of every update.
-        rule: takes the updates.
+        trainer: its engine trains the clients.
+        record: the record of the round, which every update is added to.
+        rule: aggregates the updates.
 
     Returns:
-        Where each client's memory was saved.
+        The saved memory of each client.
     """
     saved: dict[int, ClientRecord] = {}
     record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
     for update, where in trainer.unfinished.load(record.number):
         if trainer.datamodule.clients and update.client not in record.clients:
-            continue  # Of nobody here. Which real sites there are, only the engine knows.
+            continue  # No client of this run. Only the engine knows which real sites there are.
         update = replace(update, state=update.state.to(trainer.device))
         came = record.bytes_up
         try:

@@ -34,7 +34,7 @@ class _Held(NamedTuple):
 
 
 class _Holding(Aggregator):
-    """Keeps all updates; a subclass combines them."""
+    """Keeps all updates until a subclass combines them."""
 
     def __init__(
         self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]
@@ -48,7 +48,7 @@ class _Holding(Aggregator):
         )
 
     def _updates(self) -> list[_Held]:
-        """By client: the order in which they came must not show."""
+        """The updates ordered by client, so that the order of arrival does not show."""
         return sorted(self._held, key=lambda held: held.client)
 
     def _kinds(self) -> dict[str, list[str]]:
@@ -296,12 +296,12 @@ RULES: dict[str, type[Aggregator]] = {
 def make_rule(
     options: AggregateOptions, reference: GlobalState, rule: type[Aggregator] | None = None
 ) -> Aggregator:
-    """A rule for one round.
+    """Makes the rule of one round.
 
     Args:
-        options: its settings, and its name unless it is given.
+        options: the settings, and the name of the rule unless ``rule`` is given.
         reference: the state that the round starts from.
-        rule: a class of one's own, made with those of the options that its ``__init__`` asks for by name.
+        rule: a class of your own; it receives the options that its ``__init__`` names.
     """
     require(
         "aggregate.rule",
