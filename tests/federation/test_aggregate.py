@@ -270,6 +270,13 @@ def test_no_client_counts_for_more_than_its_share(
     assert list(counted(dict(enumerate(images)), share).values()) == expected
 
 
+def test_a_name_that_a_client_made_up_is_shown_as_one_short_line() -> None:
+    with pytest.raises(BadUpdate, match="1 tensors are unknown") as refused:
+        FedAvg(state(0)).add(state(0) | {"\x1b[2J\n" * 10_000: torch.zeros(1)}, 1)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 2000
+
+
 def test_a_layer_that_goes_straight_back_is_refused_and_one_that_goes_sideways_is_not() -> None:
     """`a` has a tenth of the length of `b`: of all weights together nearly everything is kept."""
     reference = {"a": torch.full((4, 4), 3.0), "b": torch.full((4, 4), 30.0)}

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedx_pl.errors import short
 from fedx_pl.methods.base import State
 from fedx_pl.options import OptionError, Options, option
 
@@ -219,7 +220,9 @@ class Aggregator:
         if missing := self._reference.keys() - state.keys():
             raise BadUpdate(f"{len(missing)} tensors are missing, e.g. {min(missing)}")
         if extra := state.keys() - self._reference.keys():
-            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {min(extra)}")
+            # Such a name is the client's own: it may be long, or hold what a terminal obeys.
+            name = short(min(extra)).encode("unicode_escape").decode()
+            raise BadUpdate(f"{len(extra)} tensors are unknown, e.g. {name}")
         for name, reference in self._reference.items():
             tensor = state[name]
             if tensor.shape != reference.shape:

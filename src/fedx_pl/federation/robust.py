@@ -37,7 +37,7 @@ class _Held(NamedTuple):
 
 
 class _Holding(Aggregator):
-    """Keeps all updates; a subclass combines them."""
+    """Keeps all updates until a subclass combines them."""
 
     @cached_property
     def _held(self) -> list[_Held]:
