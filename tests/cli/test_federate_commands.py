@@ -4,6 +4,8 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import federation_parts as parts
 import pytest
@@ -13,6 +15,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
 from fedx_pl.cli import sites as commands
 from fedx_pl.cli.main import main
 from fedx_pl.data import sources
+from fedx_pl.errors import UserError
 from fedx_pl.files import lock
 from fedx_pl.sites import keys
 
@@ -83,6 +86,24 @@ def test_a_coordinator_says_how_far_it_trusts_its_sites(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "aggregate=mean: a site that lies may ruin the model\n" in out
     assert "aggregate.max_share=0.9: no site" in out
+
+
+def test_a_new_run_does_not_wait_for_a_site_whose_key_was_revoked(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected: list[int] = []
+
+    def choose(engine: commands.FlowerEngine, *_: Any, **__: Any) -> None:
+        expected.append(engine.expected)
+        raise UserError("enough")
+
+    nobody = SimpleNamespace(sites=lambda: [], close=lambda: None)
+    monkeypatch.setattr(commands, "Link", lambda *_, **__: nobody)
+    monkeypatch.setattr(commands.FlowerEngine, "choose", choose)
+    keys.revoke(place / "keys", ["b"])
+    words = ["server", *parts.WORDS, "--clients", "2", f"run.dir={place / 'run'}"]
+    assert "enough" in mistake(capsys, *words)
+    assert expected == [1]
 
 
 @pytest.mark.usefixtures("place")

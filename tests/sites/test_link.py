@@ -209,7 +209,7 @@ def test_a_coordinator_of_another_ca_is_not_trusted(
         Node(f"127.0.0.1:{port}", tmp_path / "sites" / "a" / "ca.crt", known.private)
     (tmp_path / "nonsense.crt").write_text("nonsense")
     for file in ("nonsense.crt", "missing.crt"):
-        with pytest.raises(WrongCertificate, match="no usable certificate"):
+        with pytest.raises(WrongCertificate, match="not a usable certificate"):
             Node(f"127.0.0.1:{port}", tmp_path / file, known.private)
     assert coordinator.sites() == []
 

@@ -115,6 +115,7 @@ def _coordinate(options: argparse.Namespace) -> None:
             # not count.
             met = {name: when for name, when in known.revoked.items() if engine.book.knows(name)}
             engine.expected -= len(met.keys() - known.sites.keys())
+            engine.expected = min(engine.expected, len(known.sites))  # No other site can come.
             engine.book.expect(sorted(known.sites))
             for name, when in met.items():
                 if trainer.unfinished.forget(engine.book.client_of(name), before=when):
