@@ -164,7 +164,8 @@ def _mark_labels(tokens: Sequence[Token]) -> None:
             numbers = [bool(cell.attrs) for cell in head if cell.type == "th_open"]
             labels = numbers.index(True) if True in numbers else 1
         elif token.type == "tbody_open":
-            rows, names = [], []
+            rows = []
+            names = []
         elif token.type == "tr_open":
             rows.append(token)
             names.append([])
