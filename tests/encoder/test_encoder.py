@@ -262,7 +262,7 @@ def test_mistakes_are_told(
             "type --to safetensors, torchvision, torch or onnx",
         ),
         (["embed", str(run), str(tmp_path / "none")], "is not a folder of images"),
-        (["embed", str(run), str(pictures), "data.root=x"], "it takes data.cache=FOLDER"),
+        (["embed", str(run), str(pictures), "data.root=x"], "takes data.cache=FOLDER"),
         (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
         (
             ["neighbors", str(run), str(pictures / "notes.txt"), str(pictures)],

@@ -45,7 +45,7 @@ class _Train(_Command):
         click.echo(f"{super().get_help(ctx)}\n")
         from fedx_pl.config.reference import key_reference
 
-        typed = [word for word in ctx.obj if word.startswith(("method=", "method.name="))]
+        typed = [word for word in ctx.obj or () if word.startswith(("method=", "method.name="))]
         formatter = ctx.make_formatter()
         for title, rows in key_reference(typed[-1].partition("=")[2] if typed else ""):
             with formatter.section(title):

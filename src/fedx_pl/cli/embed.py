@@ -38,7 +38,7 @@ def decoded_copies(overrides: Sequence[str]) -> Iterator[str]:
     """
     if other := [word for word in overrides if not word.startswith("data.cache=")]:
         raise UserError(
-            f"{other[0]!r} is not for this command; the only key it takes is data.cache=FOLDER, "
+            f"{other[0]!r} is not for this command, which only takes data.cache=FOLDER, "
             "to keep decoded copies"
         )
     typed = overrides[-1].partition("=")[2] if overrides else NO_CACHE

@@ -1,6 +1,5 @@
 """``fedx-pl federate keys | server | client``: a federation of real sites."""
 
-import argparse
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ MAX_PAUSE_SECONDS = 60.0  # The pause doubles with each fault in a row.
 PATIENCE_SECONDS = 30.0
 
 
-def make_keys(options: argparse.Namespace) -> None:
+def make_keys(options: SimpleNamespace) -> None:
     """Makes or revokes certificates and keys."""
     names, revoked = (
         [word.strip() for word in words.split(",") if word.strip()]
@@ -60,13 +60,13 @@ def make_keys(options: argparse.Namespace) -> None:
         print(line)
 
 
-def server(options: argparse.Namespace) -> None:
+def server(options: SimpleNamespace) -> None:
     """Coordinates the rounds; SIGTERM and SIGUSR1 of a cluster end it cleanly."""
     with stopped_by_signals():
         _coordinate(options)
 
 
-def _coordinate(options: argparse.Namespace) -> None:
+def _coordinate(options: SimpleNamespace) -> None:
     config = _server_config(options)
     require("--port", options.port, 0 < options.port < 2**16, instead="--port 8000")
     require(
@@ -134,7 +134,7 @@ def _coordinate(options: argparse.Namespace) -> None:
     summary(run.fit(), console)
 
 
-def client(options: argparse.Namespace) -> None:
+def client(options: SimpleNamespace) -> None:
     """Takes part as a site, until the federation has finished or the command is stopped."""
     before = os.umask(0o077)  # Nothing that a site writes is for others, Flower's files included.
     try:
@@ -143,7 +143,7 @@ def client(options: argparse.Namespace) -> None:
         os.umask(before)
 
 
-def _take_part(options: argparse.Namespace) -> None:
+def _take_part(options: SimpleNamespace) -> None:
     own = [
         word
         for word in options.overrides
@@ -247,7 +247,7 @@ def coordinator_run(config: Config, report: Callable[[str], None], **settings: A
     return build(config, report, images=images, partition=partition, **settings)
 
 
-def _server_config(options: argparse.Namespace) -> Config:
+def _server_config(options: SimpleNamespace) -> Config:
     words = options.overrides
     if any(word.startswith("federation.clients=") for word in words):
         raise UserError("type --clients N instead of federation.clients=N")
