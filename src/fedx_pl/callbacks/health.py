@@ -55,11 +55,6 @@ class Health(RoundCallback):
     """Raises alarms, and ends the run if the encoder has collapsed and the options say so."""
 
     def __init__(self, options: HealthOptions | None = None) -> None:
-        """Sets the thresholds.
-
-        Args:
-            options: when to raise an alarm, and what follows.
-        """
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
 
