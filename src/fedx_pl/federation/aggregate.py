@@ -121,8 +121,8 @@ class AggregateOptions:
         if self.rule == "krum" and min_clients < needed:
             raise UserError(
                 f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {needed} good "
-                f"updates in a round, "
-                f"federation.min_clients={min_clients}; type federation.min_clients={needed}"
+                f"updates in a round, federation.min_clients={min_clients}; type "
+                f"federation.min_clients={needed}"
             )
 
 
