@@ -1,12 +1,8 @@
 """What a run folder must have before a run starts, and what it keeps."""
 
 import importlib
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import METHOD, PATIENCE, Watching, forget_modules
+from helpers import METHOD, Watching, forget_modules
 from test_trainer import run
 
 from fedx_pl.callbacks.tensorboard import RunWriter
+from fedx_pl.cli import main as cli
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoints
@@ -160,28 +157,27 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_ends_the_run_cleanly(quick: list[str], tmp_path: Path, name: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fedx_pl",
-        "train",
-        *quick,
-        "federation.rounds=500",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while not list(tmp_path.glob("run/checkpoints/round_*")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(process.pid, getattr(signal, name))
-        _, error = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    assert process.returncode == 0, error
+def test_a_signal_ends_the_run_cleanly(
+    quick: list[str],
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a cluster sends it, here after the first round."""
+    commit = Checkpoints.commit
+
+    def commit_then_signal(self: Checkpoints, *checkpoint: Any) -> None:
+        commit(self, *checkpoint)
+        signal.raise_signal(getattr(signal, name))
+
+    monkeypatch.setattr(Checkpoints, "commit", commit_then_signal)
+    command = ["train", *quick, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+    assert cli.main(command) == 0
+    error = capsys.readouterr().err
     assert f"stopped by {name}; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
+    assert Checkpoints(tmp_path / "run").rounds() == [1]
 
 
 def test_a_run_that_was_killed_during_cleanup_is_cleaned_up_at_the_next_start(

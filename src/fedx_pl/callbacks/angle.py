@@ -14,14 +14,12 @@ IMAGES = 128  # of the client that are compared
 
 
 class Angle(pl.Callback):
-    """Compares embeddings ``f(x)`` of a client's images before and after training, in degrees."""
+    """Compares embeddings ``f(x)`` of a client's images before and after training, in degrees.
+
+    Only of the first `clients`, since it costs two forward passes.
+    """
 
     def __init__(self, clients: int) -> None:
-        """Sets how many clients are measured, since it costs two forward passes.
-
-        Args:
-            clients: clients with smaller numbers are measured.
-        """
         self.clients = clients
         self._model: SSLMethod | None = None
         self._images: Tensor | None = None

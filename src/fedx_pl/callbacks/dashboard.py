@@ -45,14 +45,12 @@ METRICS = (
 
 
 class Dashboard(RoundCallback):
-    """Writes a run's numbers, texts and pictures for TensorBoard."""
+    """Writes a run's numbers, texts and pictures for TensorBoard.
+
+    The first `client_curves` clients have curves of their own.
+    """
 
     def __init__(self, client_curves: int = 10) -> None:
-        """Prepares nothing yet: the folder comes with the trainer.
-
-        Args:
-            client_curves: clients with curves of their own.
-        """
         self.client_curves = client_curves
         # Lengths of the event files when the last round was saved; None: not known.
         self._files: dict[str, int] | None = {}

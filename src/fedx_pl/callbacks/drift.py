@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
 
 class Drift(RoundCallback):
-    """Adds ``drift`` to the metrics of the first clients; for all, it would cost too much."""
+    """Adds ``drift`` to the metrics of the first `clients`; for all, it would cost too much."""
 
     def __init__(self, clients: int) -> None:
-        """Sets how many clients are measured.
-
-        Args:
-            clients: clients with smaller numbers are measured.
-        """
         self.clients = clients
 
     @override

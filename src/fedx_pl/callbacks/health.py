@@ -48,11 +48,6 @@ class Health(RoundCallback):
     """Raises alarms, and ends the run if the encoder has collapsed and the options say so."""
 
     def __init__(self, options: HealthOptions | None = None) -> None:
-        """Sets the thresholds.
-
-        Args:
-            options: the thresholds, and what an alarm leads to.
-        """
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
 

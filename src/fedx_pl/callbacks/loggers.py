@@ -20,11 +20,6 @@ class Loggers(RoundCallback):
     """Logs the settings of the run, and the numbers of each round with the round as the step."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
-        """Keeps the loggers.
-
-        Args:
-            loggers: as for `pl.Trainer`.
-        """
         self.loggers = list(loggers)
 
     @override

@@ -48,11 +48,6 @@ class PlainRow(RoundCallback):
     """Turns what the user's callbacks added to the row into plain numbers, before it is written."""
 
     def __init__(self, callbacks: Sequence[RoundCallback]) -> None:
-        """Keeps the names of the callbacks.
-
-        Args:
-            callbacks: the user's callbacks.
-        """
         names = ", ".join(type(callback).__name__ for callback in callbacks)
         self._where = f"record.row, as {names} left it,"
 

@@ -153,14 +153,9 @@ def _joined(*parts: str) -> str:
 
 
 class ProgressBar(RoundCallback):
-    """Shows a run on the terminal."""
+    """Shows a run on a console, which is standard output if not given."""
 
     def __init__(self, console: Console | None = None) -> None:
-        """Prepares nothing yet: what to expect comes with the trainer.
-
-        Args:
-            console: where to write; standard output if not given.
-        """
         self.console = console or make_console()
         self._terminal: Terminal | None = None
         self._done = 0  # clients of the round

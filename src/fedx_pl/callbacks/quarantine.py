@@ -14,18 +14,13 @@ if TYPE_CHECKING:
 
 
 class Quarantine(RoundCallback):
-    """Excludes a client after some bad updates in a row.
+    """Excludes a client after `limit` bad updates in a row; 0 excludes no client.
 
     A good update resets the count, being absent does not. A client that is present and does not
     answer counts as bad, too: each round would wait for it.
     """
 
     def __init__(self, limit: int) -> None:
-        """Sets the limit.
-
-        Args:
-            limit: bad updates in a row; 0 excludes no client.
-        """
         self.limit = limit
         self.strikes: dict[int, int] = {}  # bad updates in a row, by client
 

@@ -216,15 +216,13 @@ class RayEngine(Engine):
             raise UserError(
                 f"{seat.name} ({process}) has other images than this machine, or splits them in "
                 f"another way; give all machines the same files, or type data.root= and "
-                f"data.cache= "
-                f"of a folder that they share"
+                f"data.cache= of a folder that they share"
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
                 f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} or "
                 f"its callbacks than this process; give all machines the same files, and do not "
-                f"edit "
-                f"them while a run trains"
+                f"edit them while a run trains"
             )
 
     def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:

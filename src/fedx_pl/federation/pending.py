@@ -27,14 +27,9 @@ _LOSSES = "losses"
 
 
 class UnfinishedRound:
-    """Saves and loads the updates of the round that is under way."""
+    """Saves and loads the updates of the current round of a run folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens a run folder.
-
-        Args:
-            folder: the run folder.
-        """
         self._run = folder
         self._folder = folder / "pending"
 

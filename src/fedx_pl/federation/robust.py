@@ -84,8 +84,8 @@ class _Holding(Aggregator):
 class TrimmedMean(_Holding):
     """For each value, the clients' mean without the k largest and the k smallest.
 
-    k is a share of the clients, rounded up: a tenth of five clients is one. At least one value is
-    left. All clients have the same weight, whatever number of images they claim to own.
+    k is the share `trim` of the clients, rounded up: a tenth of five clients is one. At least one
+    value is left. All clients have the same weight, whatever number of images they claim to own.
 
     Example:
         >>> rule = TrimmedMean({"w": torch.zeros(1)}, trim=0.2)
@@ -103,15 +103,6 @@ class TrimmedMean(_Holding):
         *,
         changes: Collection[str] = (),
     ) -> None:
-        """Starts without updates.
-
-        Args:
-            reference: the current global state.
-            trim: share of the clients left out at either end; `MEDIAN` leaves the middle one or
-                two.
-            max_images: see `Aggregator`.
-            changes: see `Aggregator`.
-        """
         super().__init__(reference, max_images, changes=changes)
         self.trim = trim
 
@@ -140,12 +131,11 @@ class Median(TrimmedMean):
         *,
         changes: Collection[str] = (),
     ) -> None:
-        """Starts without updates; the arguments are those of `Aggregator`."""
         super().__init__(reference, MEDIAN, max_images, changes=changes)
 
 
 class NormClipping(_Holding):
-    """FedAvg of updates whose changes are clipped to a multiple of the round's median norm.
+    """FedAvg of updates whose changes are clipped to `clip` times the round's median norm.
 
     ``d``, the change of an update from the global state, becomes ``d min(1, bound / |d|)``. Half of
     the clients would have to lie to move the bound. What a regularizer sends is a change already.
@@ -166,14 +156,6 @@ class NormClipping(_Holding):
         *,
         changes: Collection[str] = (),
     ) -> None:
-        """Starts without updates.
-
-        Args:
-            reference: the current global state, where the updates started from.
-            clip: the bound, in median norms.
-            max_images: see `Aggregator`.
-            changes: see `Aggregator`.
-        """
         super().__init__(reference, max_images, changes=changes)
         self.clip = clip
 
@@ -216,8 +198,8 @@ class MultiKrum(_Holding):
     """FedAvg of the n - f updates with the closest neighbors (Blanchard et al., NeurIPS 2017).
 
     The score of an update is the sum of its n - f - 2 smallest squared distances to others; the f
-    updates with the largest scores are left out. Distances do not depend on image counts, the mean
-    of the selected updates does.
+    updates with the largest scores are left out, where f is `byzantine`. Distances do not depend on
+    image counts, the mean of the selected updates does.
     """
 
     def __init__(
@@ -228,14 +210,6 @@ class MultiKrum(_Holding):
         *,
         changes: Collection[str] = (),
     ) -> None:
-        """Starts without updates.
-
-        Args:
-            reference: the current global state.
-            byzantine: f, how many clients may be bad; a round needs 2 f + 3 updates.
-            max_images: see `Aggregator`.
-            changes: see `Aggregator`.
-        """
         super().__init__(reference, max_images, changes=changes)
         self.byzantine = byzantine
 

@@ -110,9 +110,8 @@ def require_plain(folder: Path, inside: Sequence[str] = ()) -> None:
                 if entry.is_symlink():
                     raise UserError(
                         f"{path} is a link to {os.readlink(path)}, and a run folder holds no "
-                        f"links: files "
-                        f"elsewhere would be changed; replace it by a copy of what it leads to, or "
-                        f"remove it"
+                        f"links: files elsewhere would be changed; replace it by a copy of what it "
+                        f"leads to, or remove it"
                     )
                 if entry.is_dir():
                     if path in searched or any(parent in searched for parent in path.parents):
@@ -276,8 +275,7 @@ def lock(folder: Path) -> IO[str]:
         except OSError as error:  # Some network file systems cannot lock.
             warnings.warn(
                 f"the file system of {folder} cannot lock files ({error.strerror}): a second "
-                f"process that trains "
-                f"there would not be noticed; see to it that there is none",
+                f"process that trains there would not be noticed; see to it that there is none",
                 stacklevel=2,
             )
             break
