@@ -109,9 +109,8 @@ def test_steps_equal_sgd_with_momentum_by_hand():
     """
     options = SemiOptions(epochs=3, lr=0.05, batch_size=16)
     found = tuned(16, options)
-    reference = tuned(
-        16, dataclasses.replace(options, lr=1e-30)
-    )  # the start: such a step moves nothing
+    # The start: such a step moves nothing
+    reference = tuned(16, dataclasses.replace(options, lr=1e-30))
     data = colors(16)
     x = (torch.from_numpy(data.images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     velocity = [torch.zeros_like(p) for p in reference.parameters()]

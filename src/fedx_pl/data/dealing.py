@@ -174,7 +174,7 @@ def check_clients(clients: int, num_images: int) -> None:
 
 
 def check_beta(beta: float) -> None:
-    """Raises a `UserError` if it is no concentration."""
+    """Raises a `UserError` if ``beta`` is no concentration."""
     if not (isinstance(beta, Real) and 0 < beta < math.inf):  # written so that NaN fails too
         raise UserError(
             f"partition.beta={beta!r} must be a number above 0: type partition.beta=0.5"
@@ -203,9 +203,8 @@ def _deal(
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
     """Draws (classes, clients) counts until all clients have `min_size`, and deals the images."""
-    wanted = min(
-        max(min_size, 1), len(class_of) // clients
-    )  # nobody goes without an image, whatever min_size says
+    # Nobody goes without an image, whatever min_size says
+    wanted = min(max(min_size, 1), len(class_of) // clients)
     for _ in range(MAX_TRIES):
         counts = draw()
         if counts.sum(axis=0).min() >= wanted:
@@ -263,6 +262,6 @@ def _top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Gener
 
 
 def _by_owner(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """(num_images,) owners to one sorted index array per client."""
+    """Turns owners (num_images,) into one sorted index array per client."""
     order = np.argsort(owner, kind="stable")
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])

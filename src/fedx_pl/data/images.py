@@ -164,7 +164,7 @@ def _memory() -> float:
 
 @cache
 def _temporary_folder() -> Path:
-    """A folder for this user alone, one for the process, which is deleted when it ends."""
+    """Makes a private folder, one for the process, which is deleted when it ends."""
     folder = tempfile.mkdtemp(prefix="fedx-pl-images-")
     owner = os.getpid()
     atexit.register(
