@@ -43,9 +43,13 @@ def colors(count: int, seed: int = 0) -> Split:
 
 
 def tuned(
-    count: int, options: SemiOptions, seed: int = 0, augment: AugmentOptions = STILL, model: nn.Module | None = None,
+    count: int,
+    options: SemiOptions,
+    seed: int = 0,
+    augment: AugmentOptions = STILL,
+    model: nn.Module | None = None,
     **more: object,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     data = colors(count)
     store = ImageStore(data.images, torch.device("cpu"), 10**9)
     how = Augment(augment, (0.5,) * 3, (0.25,) * 3)

@@ -164,7 +164,7 @@ class Augment:
         draws = _Uniforms(*u.unbind(0))
         x = self._geometry(images, draws)
         x = self._color(
-            x, draws, order=torch.randperm(4, generator=_host_generator(generator)).tolist()
+            x, draws, order=torch.randperm(4, generator=host_generator(generator)).tolist()
         )
         return self._normalize(x)
 
@@ -270,7 +270,7 @@ class Augment:
         )
 
 
-def _host_generator(generator: torch.Generator) -> torch.Generator:
+def host_generator(generator: torch.Generator) -> torch.Generator:
     """The generator itself on a CPU, else a CPU generator that is seeded by its state.
 
     A device generator keeps its state (seed and offset) in host memory, so reading it does not wait

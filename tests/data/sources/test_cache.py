@@ -129,7 +129,7 @@ def content_of(data: ImageData) -> list[np.ndarray | None]:
 
 def same(first: ImageData, second: ImageData) -> bool:
     pairs = zip(content_of(first), content_of(second), strict=True)
-    alike = all((a is None and b is None) or np.array_equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
+    alike = all(a is b is None or np.array_equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
     return alike and first.fingerprint == second.fingerprint and first.classes == second.classes
 
 
