@@ -17,7 +17,7 @@ REPORT  := $(BIN)/fedx-pl report $(if $(filter auto,$(PROFILE)),,experiments/res
 RUNS    := $(foreach d,$(DATA),$(foreach m,$(METHODS),$d-$m $d-$m-fedx))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast test-cpus lint format docs bench report paper tensorboard wheel audit lock clean $(RUNS) $(EXPERIMENTS)
+.PHONY: help install test test-fast test-slow test-cpus lint format docs bench report paper tensorboard wheel dist version audit lock clean $(RUNS) $(EXPERIMENTS)
 
 help:  ## List the targets
 	@echo "make DATA-METHOD[-fedx] [PROFILE=auto|paper|mini|cpu] [SEED=0] [ARGS='key=value ...']   train and evaluate"
@@ -46,12 +46,13 @@ install: .venv/installed  ## Create .venv and install fedx-pl (about 5.5 GB with
 tensorboard: .venv/installed  ## The dashboards of all runs, at the address it prints
 	$(BIN)/tensorboard --logdir runs --samples_per_plugin images=100
 
-test: lint .venv/installed-dev  ## Lint, types and all tests, the slow real-data ones too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
-	$(BIN)/python -m pytest -m slow
+test: lint test-fast test-slow  ## Lint, types and all tests, the slow real-data ones too
 
 test-fast: .venv/installed-dev  ## The fast tests only
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-slow: .venv/installed-dev  ## The slow tests only: real data, end to end
+	$(BIN)/python -m pytest -m slow
 
 # Each of CPUS is what torch, oneDNN and the tests are told: kernels : instructions at most : threads.
 test-cpus: .venv/installed-dev  ## The fast tests as on other CPUs: three kinds of kernels, one and two threads
@@ -73,7 +74,7 @@ format: .venv/installed-dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: .venv/installed-dev  ## Build the documentation's pages to site/
+docs: .venv/installed-docs  ## Build the documentation's pages to site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/installed  ## How fast a round is: reference, bound and a rival (half an hour)
@@ -84,6 +85,17 @@ wheel: | .venv/bin/python  ## Build the package for other machines, into dist/
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+# An environment of its own: twine and Flower need different versions of a package.
+dist: | .venv/bin/python  ## Build and check the source archive and the wheel of a release, into dist/
+	rm -rf build dist
+	$(BIN)/python -m venv .venv/release
+	.venv/release/bin/python -m pip install --quiet build twine
+	.venv/release/bin/python -m build --outdir dist .
+	.venv/release/bin/python -m twine check --strict dist/*
+
+version:  ## Print the version of this checkout
+	@sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/fedx_pl/__init__.py
 
 audit: .venv/installed-dev  ## Known holes in the installed packages, where an advisory database can be reached
 	@$(INSTALL) --quiet pip-audit
@@ -111,4 +123,8 @@ clean:  ## Remove the environment and caches; data/ and runs/ stay
 
 .venv/installed-dev: setup.cfg .venv/installed
 	$(INSTALL) -e .[dev,docs,flower,onnx,privacy,ray,tables]
+	@touch $@
+
+.venv/installed-docs: setup.cfg .venv/installed
+	$(INSTALL) -e .[docs]
 	@touch $@

@@ -19,6 +19,7 @@ import textwrap
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import click
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -27,9 +28,11 @@ from mkdocs.structure.pages import Page
 
 from fedx_pl import methods
 from fedx_pl.cli import main as cli
+from fedx_pl.cli.commands import fedx_pl
 from fedx_pl.config import compose as config
 from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.methods.parameters import hyper_parameters
+from fedx_pl.printing import setting
 
 ROOT = Path(__file__).parents[1]
 REPORT = "experiments/results/mini"
@@ -217,12 +220,12 @@ def cli_page() -> str:
         "Generated from the commands themselves. `fedx-pl COMMAND --help` prints the same; keys are on the page "
         "[Configuration](configuration.md).",
         "",
-        *_help_sections([]),
+        *_help_sections(fedx_pl, []),
     ]
     return "\n".join(lines)
 
 
-def _help_sections(words: list[str]) -> list[str]:
+def _help_sections(command: click.Command, words: list[str]) -> list[str]:
     text = _help(words)
     text = text.partition("\ngroups (group=choice):")[0].rstrip()  # They have a page of their own.
     lines = [
@@ -233,8 +236,9 @@ def _help_sections(words: list[str]) -> list[str]:
         "```",
         "",
     ]
-    for command in re.findall(r"^    ([a-z]+)(?:  +\S.*)?$", text, re.MULTILINE):
-        lines += _help_sections([*words, command])
+    below = command.commands if isinstance(command, click.Group) else {}
+    for name, child in below.items():
+        lines += _help_sections(child, [*words, name])
     return lines
 
 
@@ -243,7 +247,7 @@ def _help(words: list[str]) -> str:
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"  # As wide as a page, whatever the terminal of the build.
     try:
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(printed):
             cli.main([*words, "--help"])
     finally:
         if before is None:
@@ -273,11 +277,7 @@ def _table(rows: list[tuple[str, Any, str]]) -> list[str]:
 
 
 def _value(default: Any) -> str:
-    if isinstance(default, bool):
-        return str(default).lower()
-    return (
-        f"[{','.join(map(_value, default))}]" if isinstance(default, list | tuple) else str(default)
-    )
+    return setting(default)
 
 
 def _words(names: list[str]) -> str:

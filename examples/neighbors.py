@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from fedx_pl import Encoder
 from fedx_pl.config import compose as config
 from fedx_pl.data import sources
+from fedx_pl.palette import GREEN, PALE_GRAY
 
 NEIGHBORS = 6
-GREEN, GRAY = "#2a9d4a", "#d0d0d0"
 
 
 def draw(run: Path, picture: Path) -> None:
@@ -47,7 +47,7 @@ def draw(run: Path, picture: Path) -> None:
         row, start = label % rows, (label // rows) * (NEIGHBORS + 2)
         show(axes[row, start], data.test.images[query], "black", data.classes[label])
         for place, image in enumerate(nearest[label]):
-            color = GREEN if train.labels[image] == label else GRAY
+            color = GREEN if train.labels[image] == label else PALE_GRAY
             show(axes[row, start + 1 + place], train.images[image], color)
     figure.subplots_adjust(0.005, 0.01, 0.995, 0.95, wspace=0.1, hspace=0.34)
     figure.savefig(picture)

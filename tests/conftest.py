@@ -1,4 +1,4 @@
-"""What many tests share: one thread per worker, and a small CIFAR-10 in the official binary format."""
+"""Fixtures that many tests share: one thread per worker, and a small CIFAR-10."""
 
 import io
 import os
@@ -9,15 +9,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Some virtual machines announce AMX and then trap on its instructions; bf16 has other kernels. Read when torch loads.
+# Some virtual machines announce AMX and then trap on its instructions; bf16 has other kernels. Read
+# when torch loads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-# The processes that tests start have no more threads than the tests themselves (see `helpers.THREADS`).
+# The processes that tests start have no more threads than the tests themselves (see
+# `helpers.THREADS`).
 os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("FEDX_TEST_THREADS", "1"))
-# Two threads that wait for each other would spin, and take the core from the other worker of `pytest -n 2`.
+# Two threads that wait for each other would spin, and take the core from the other worker of
+# `pytest -n 2`.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-# torch.compile keeps its kernels there. It does not tell them apart by ATEN_CPU_CAPABILITY: those of one setting of
-# `make test-cpus` gave NaN in another.
+# torch.compile keeps its kernels there. It does not tell them apart by ATEN_CPU_CAPABILITY: those
+# of one setting of `make test-cpus` gave NaN in another.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     f"{tempfile.gettempdir()}/fedx-pl-compiled-{os.environ.get('ATEN_CPU_CAPABILITY')}-{os.environ['ONEDNN_MAX_CPU_ISA']}",
@@ -59,13 +62,16 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiny_root(root: Path) -> Path:
-    """240 + 60 images as cifar-10-binary.tar.gz; each class has its own colour, so there is something to learn."""
+    """240 + 60 images as cifar-10-binary.tar.gz.
+
+    Each class has its own color, so there is something to learn.
+    """
     rng = np.random.default_rng(0)
-    colours = rng.integers(40, 215, (10, 3, 1, 1))
+    colors = rng.integers(40, 215, (10, 3, 1, 1))
 
     def records(count: int) -> bytes:
         labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.clip(colours[labels] + rng.normal(0, 25, (count, 3, 32, 32)), 0, 255).astype(
+        images = np.clip(colors[labels] + rng.normal(0, 25, (count, 3, 32, 32)), 0, 255).astype(
             np.uint8
         )
         return np.concatenate([labels[:, None], images.reshape(count, -1)], axis=1).tobytes()
@@ -88,8 +94,14 @@ def tiny(tiny_root: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
+def quick(tiny: list[str]) -> list[str]:
+    """`tiny` without a dashboard, which takes half of its time."""
+    return [*tiny, "logger=[]"]
+
+
+@pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that modules of one's own are imported from; they are forgotten again."""
+    """A folder to import a user's modules from; they are unloaded afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedx_pl import SSLMethod, backbones
+from fedx_pl import IID, FederatedDataModule, SSLMethod, backbones, resnet10
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.build import Run, build
 from fedx_pl.config.schema import Config
 from fedx_pl.data.augment import Augment, AugmentOptions
 from fedx_pl.data.batches import ClientData, ImageStore
+from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.evaluation.linear import LinearOptions
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
@@ -30,11 +32,16 @@ THREADS = int(os.environ.get("FEDX_TEST_THREADS", "1"))
 # Seconds after which something hangs. A loaded machine may need minutes to import torch.
 PATIENCE = 1800.0
 
+# A very thin network, with which a federation takes seconds.
+THIN = ("backbone.name=resnet10", "backbone.width=4", f"run.threads={THREADS}")
+
+QUICK = EvaluationOptions(linear=LinearOptions(epochs=2))
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
 def silent(line: str) -> None:
-    """Takes lines that nobody reads."""
+    """Drops a line."""
 
 
 def made(config: Config, *callbacks: RoundCallback, **settings: Any) -> Run:
@@ -43,24 +50,62 @@ def made(config: Config, *callbacks: RoundCallback, **settings: Any) -> Run:
 
 
 def fitted(config: Config, *callbacks: RoundCallback, **settings: Any) -> FederatedTrainer:
-    """Runs a configuration, or goes on with it."""
+    """Runs a configuration, or resumes it."""
     return made(config, *callbacks, **settings).fit()
 
 
 def definition(folder: Path, text: str) -> Path:
-    """An experiment of one's own."""
+    """Writes a user's experiment."""
     folder.mkdir(exist_ok=True)
     (folder / "mine.yaml").write_text(text)
     return folder / "mine.yaml"
 
 
 def tiny_federation(data: Path, runs: Path) -> list[str]:
-    """Overrides for a federation of seconds on ``tiny_root``: a very thin network, three clients, two rounds."""
+    """Overrides for a federation of seconds on ``tiny_root``: three clients, two rounds."""
     return [
-        "profile=paper", f"data.root={data}", "data.verify=false", "data.download=false", f"run.root={runs}",
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", f"run.threads={THREADS}",
-    ]  # fmt: skip
+        *THIN,
+        *("profile=paper", "federation.clients=3", "federation.rounds=2", "federation.epochs=1"),
+        *("optim.batch_size=32", "evaluation.linear.epochs=5", f"run.root={runs}"),
+        *(f"data.root={data}", "data.verify=false", "data.download=false"),
+    ]
+
+
+def thin_model(method: type[SSLMethod], seed: int = 0, **settings: Any) -> SSLMethod:
+    """A method on a very thin network, made as a user would make it."""
+    torch.manual_seed(seed)
+    return method(resnet10(width=4), **({"hidden_dim": 16, "embed_dim": 8} | settings))
+
+
+def bright_and_dark(seed: int = 0, count: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    """Images of two classes and their labels."""
+    labels = np.arange(count) % 2
+    noise = np.random.default_rng(seed).integers(0, 100, (count, 16, 16, 3))
+    return (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels
+
+
+def tiny_data(**settings: Any) -> FederatedDataModule:
+    """Three clients of 16 images each, and 20 test images."""
+    defaults = {"partition": IID(clients=3), "batch_size": 8, "test": bright_and_dark(1, 20)}
+    return FederatedDataModule(bright_and_dark(), **(defaults | settings))
+
+
+def tiny_trainer(folder: Path, **settings: Any) -> FederatedTrainer:
+    """Two rounds of one epoch, without a dashboard."""
+    defaults: dict[str, Any] = {
+        "max_rounds": 2,
+        "local_epochs": 1,
+        "evaluation": QUICK,
+        "enable_progress_bar": False,
+        "logger": False,
+        "threads": THREADS,
+    }
+    return FederatedTrainer(default_root_dir=folder, **(defaults | settings))
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 METHOD = """
@@ -68,7 +113,7 @@ from fedx_pl import Loss, SSLMethod
 class Mine(SSLMethod):
     def loss(self, batch, z):
         return Loss(a=((z.first - z.second) ** 2).mean())
-"""  # a module of one's own, to be written to a file
+"""  # a user's module, to be written to a file
 
 
 def write_modules(folder: Path, **files: str) -> None:
@@ -98,13 +143,13 @@ def notebook(text: str) -> type[SSLMethod]:
     return module.__dict__["Mine"]
 
 
-def every_round(number: int, rounds: int) -> tuple[bool, bool]:
+def every_round(*_: int) -> tuple[bool, bool]:
     """Evaluations are due after each round, as with `Evaluator.due`."""
     return True, True
 
 
 class Watching(RoundCallback):
-    """Keeps what a run would show. Also what an engine alone can be watched by."""
+    """Keeps what a run would show. It can take the place of an engine's trainer, too."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -145,7 +190,7 @@ class Watching(RoundCallback):
 def make_model(
     method: type[SSLMethod], seed: int = 0, channels: int = 3, **options: object
 ) -> SSLMethod:
-    """A method on a very thin ResNet, initialised from ``seed``."""
+    """A method on a very thin ResNet, initialized from ``seed``."""
     torch.manual_seed(seed)
     backbone = backbones.build(
         BackboneOptions("resnet10", width=4), channels=channels, image_size=16
@@ -161,12 +206,13 @@ def make_data(
     seed: int = 0,
     side: int = 16,
     channels: int = 3,
+    resident_bytes: int = 10**9,
 ) -> ClientData:
     """A client with random images."""
     pixels = np.random.default_rng(7).integers(
         0, 256, (images, side, side, channels), dtype=np.uint8
     )
-    store = ImageStore(pixels, torch.device("cpu"), resident_bytes=10**9)
+    store = ImageStore(pixels, torch.device("cpu"), resident_bytes=resident_bytes)
     augment = Augment(AugmentOptions(), (0.5,) * channels, (0.25,) * channels)
     return ClientData(
         store=store,

@@ -1,9 +1,12 @@
-"""A process that has everything imported and forks a child for each run it is asked for: starting one costs nothing.
+"""A process that has everything imported and forks a child for each run it is asked for.
 
-It reads JSON lines, ``{"words": [...], "fault": {"call": "fsync", "number": 7, "how": "kill"} or null}``, answers each
-with the child's process id, and with its exit status once it has ended (negative: killed by that signal). With a fault,
-the child is killed (or its disk is full) at the given call of `os.fsync` or `os.replace`, before or after it happens;
-with ``"file"``, only calls whose last argument ends so are counted.
+Starting one costs nothing.
+
+It reads JSON lines, ``{"words": [...], "fault": {"call": "fsync", "number": 7, "how": "kill"} or
+null}``, answers each with the child's process id, and with its exit status once it has ended
+(negative: killed by that signal). With a fault, the child is killed (or its disk is full) at the
+given call of `os.fsync` or `os.replace`, before or after it happens; with ``"file"``, only calls
+whose last argument ends so are counted.
 """
 
 import errno

@@ -1,6 +1,8 @@
-"""TensorBoard in a real browser, on a real short run: each page shows its charts and pictures.
+"""TensorBoard and the report in a real browser: each page shows its charts and pictures.
 
-FEDX_SCREENSHOTS=docs/screenshots pytest -m slow tests/test_browser.py      # keeps what it saw, for the docs
+Keeps screenshots for the docs with
+
+    FEDX_SCREENSHOTS=docs/screenshots pytest -m slow tests/test_browser.py
 """
 
 import os
@@ -11,35 +13,50 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from helpers import THREADS, fitted
+from helpers import EXPERIMENTS, THREADS, fitted
 
 from fedx_pl.config.compose import compose
+from fedx_pl.experiments.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-# WebGL without a GPU, for the projector.
+# The projector needs WebGL, here without a GPU.
 FLAGS = [
     "--no-sandbox",
     "--use-angle=swiftshader",
     "--enable-unsafe-swiftshader",
     "--ignore-gpu-blocklist",
 ]
-# Page, chart, and how many curves two runs have there: of both, of the three clients, or of FedX only.
+# By page and chart, how many curves two runs have: of both, of the three clients, or of FedX only.
 PAGES = {
     "Accuracy": {
         "Linear probe, top-1 (%); best: on the test images": 4,
         "kNN, top-1 (%); best: on the test images": 4,
     },
     "Losses": {"total, mean ± std": 2, "byol, mean ± std": 2, "global_relation, mean ± std": 1},
-    "Clients": {"Drift": 6, "Angle": 6, "Divergence d of FedU": 6, "Loss by step": 6, "Images of the clients": 6},
+    "Clients": {
+        "Drift": 6,
+        "Angle": 6,
+        "Divergence d of FedU": 6,
+        "Loss by step": 6,
+        "Images of the clients": 6,
+    },
     "Health": {"Standard deviation": 2, "Uniformity": 2, "RankMe": 2, "Updates refused": 2},
     "System": {
-        "Images per second": 2, "Share of the work": 8, "Memory": 2, "Traffic of a round": 4, "Traffic in all": 2,
+        "Images per second": 2,
+        "Share of the work": 8,
+        "Memory": 2,
+        "Traffic of a round": 4,
+        "Traffic in all": 2,
     },
-}  # fmt: skip
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,16 +66,27 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """TensorBoard on FedU without and with FedX."""
+    """The address of TensorBoard, which shows FedU without and with FedX."""
     root = tmp_path_factory.mktemp("runs")
     for fedx in ("false", "true"):
         words = [
-            "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", "method=fedu",
+            "profile=paper",
+            f"data.root={tiny_root}",
+            "data.verify=false",
+            "data.download=false",
+            "method=fedu",
             f"fedx={fedx}",
-            "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=3",
-            "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
-            f"run.threads={THREADS}", f"run.dir={root / f'fedu-fedx-{fedx}'}",
-        ]  # fmt: skip
+            "backbone.name=resnet10",
+            "backbone.width=4",
+            "federation.clients=3",
+            "federation.rounds=3",
+            "federation.epochs=1",
+            "optim.batch_size=32",
+            "evaluation.linear.epochs=5",
+            "evaluation.linear_every=1",
+            f"run.threads={THREADS}",
+            f"run.dir={root / f'fedu-fedx-{fedx}'}",
+        ]
         fitted(compose(words))
     command = [
         sys.executable,
@@ -87,23 +115,29 @@ def address(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def page(address: str) -> Iterator["Page"]:
+def browser() -> Iterator["Browser"]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        yield Page(browser.new_page(viewport={"width": 1400, "height": 1000}), address)
+        yield browser
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def page(address: str, browser: "Browser") -> "Page":
+    return Page(browser.new_page(viewport={"width": 1400, "height": 1000}), address)
+
+
 class Page:
-    """A browser's window on TensorBoard."""
+    """A browser window with TensorBoard."""
 
     def __init__(self, page: object, address: str) -> None:
         from playwright.sync_api import Page as Window
 
         assert isinstance(page, Window)
-        self.window, self.address = page, address
+        self.window = page
+        self.address = address
 
     def open(self, tab: str, height: int = 1000) -> None:
         self.window.set_viewport_size({"width": 1400, "height": height})
@@ -111,7 +145,7 @@ class Page:
         self.window.goto(f"{self.address}#{tab}")
 
     def wait_for(self, text: str, within: str = "", exact: bool = False) -> None:
-        """Until it can be seen, in whatever frame (the projector lives in one of its own)."""
+        """Waits until a text can be seen in any frame, since the projector has its own."""
         for _ in range(1500):
             for frame in self.window.frames:
                 place = frame.locator(within) if within else frame
@@ -121,7 +155,7 @@ class Page:
         pytest.fail(f"{text!r} did not show within five minutes")
 
     def wait_for_images(self, count: int) -> None:
-        """Until so many are really there, not only asked for."""
+        """Waits until so many images are loaded."""
         loaded = "images => images.filter(image => image.naturalWidth > 0).length"
         for _ in range(1500):
             if self.window.locator("img").evaluate_all(loaded) >= count:
@@ -131,7 +165,7 @@ class Page:
 
     def keep(self, name: str) -> None:
         if folder := os.environ.get("FEDX_SCREENSHOTS"):
-            self.window.wait_for_timeout(3000)  # Charts glide into place.
+            self.window.wait_for_timeout(3000)  # Charts are animated.
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.window.screenshot(path=str(Path(folder) / f"{name}.png"))
 
@@ -148,7 +182,7 @@ def test_each_page_shows_its_charts(page: Page) -> None:
     page.keep("pages")
 
 
-def test_pictures_of_the_embedding_the_split_and_the_views(page: Page) -> None:
+def test_the_images_page_shows_the_embedding_the_split_and_the_views(page: Page) -> None:
     page.open("images", height=1600)
     for tag in ("embedding/map", "embedding/neighbours", "partition/heatmap"):
         page.wait_for(tag)
@@ -157,7 +191,7 @@ def test_pictures_of_the_embedding_the_split_and_the_views(page: Page) -> None:
     page.keep("images")
 
 
-def test_a_sweep_can_be_sorted_by_its_settings(page: Page) -> None:
+def test_the_hparams_page_has_a_column_for_each_setting(page: Page) -> None:
     page.open("hparams")
     for column in ("Data", "FedX", "Method", "Rounds", "Seed", "accuracy/linear_top1"):
         page.wait_for(column, exact=column.isalpha())
@@ -171,7 +205,28 @@ def test_the_projector_shows_the_final_embedding(page: Page) -> None:
     page.keep("projector")
 
 
-def test_the_configuration_is_there_as_text(page: Page) -> None:
+def test_the_text_page_shows_the_configuration(page: Page) -> None:
     page.open("text")
     page.wait_for("client_curves: 10")
     page.keep("text")
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_report_fits_the_window_and_its_links_lead_to_headings(
+    browser: "Browser", tmp_path: Path, width: int
+) -> None:
+    write_report(EXPERIMENTS / "results" / "cpu", EXPERIMENTS, tmp_path)
+    window = browser.new_page(viewport={"width": width, "height": 800})
+    requests: list[str] = []
+    window.on("request", lambda request: requests.append(request.url))
+    window.goto((tmp_path / "report.html").as_uri())
+    assert window.evaluate("document.documentElement.scrollWidth") <= width
+    assert window.locator("img").evaluate_all("all => all.map(one => one.naturalWidth > 0)") == [
+        True
+    ]
+    targets = window.locator('a[href^="#"]').evaluate_all(
+        "all => all.map(one => document.getElementById(one.hash.slice(1))?.tagName)"
+    )
+    assert len(targets) > 3
+    assert set(targets) == {"H2"}
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []

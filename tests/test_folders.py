@@ -1,4 +1,6 @@
-"""Run folders that are damaged, forged, full of links, or on a full disk: they never lie, and nothing outside changes.
+"""Run folders that are damaged, forged, full of links, or on a full disk.
+
+They never lie, and nothing outside changes.
 
 FEDX_FLIPS=2000 pytest -m slow tests/test_folders.py      # more than CI has time for
 """
@@ -13,19 +15,26 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import Watching, fitted, silent, tiny_federation
+from helpers import (
+    Watching,
+    bright_and_dark,
+    fitted,
+    silent,
+    thin_model,
+    tiny_federation,
+    tiny_trainer,
+)
 from PIL import Image
 from safetensors.torch import load_file, save
 
 from fedx_pl import FederatedDataModule, FederatedTrainer
-from fedx_pl.backbones import BackboneOptions, build
 from fedx_pl.cli import main as cli
 from fedx_pl.cli.evaluate import evaluate_run
 from fedx_pl.config.compose import compose
@@ -35,9 +44,11 @@ from fedx_pl.data.sources import of_arrays
 from fedx_pl.encoder.embed import write_table
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, UnfinishedRound
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.round import RoundRecord, Update
-from fedx_pl.files import SEAL, checksum, lock, sealed, sums_of, tensor_bytes
+from fedx_pl.files import lock, store, tensor_bytes
+from fedx_pl.files.store import sums_of
 from fedx_pl.methods.simclr import SimCLR
 
 FLIPS = int(os.environ.get("FEDX_FLIPS", "100"))
@@ -85,23 +96,43 @@ def forge(
     folder = run / "checkpoints" / "round_00002"
     shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
     shutil.rmtree(run / "checkpoints" / "round_00001")
-    manifest = json.loads((folder / "state.json").read_text())
-    changed = change(manifest)
+    forge_record(folder, change, weights)
+
+
+def forge_record(
+    folder: Path,
+    change: Callable[[Any], Any],
+    tensors: Callable[[Any], Any] = lambda tensors: tensors,
+) -> None:
+    """Changes a record, with checksums that fit."""
+    changed = change(json.loads((folder / "state.json").read_text()))
     text = changed if isinstance(changed, str) else json.dumps(changed)
-    tensors = weights(load_file(folder / "global.safetensors"))
-    files = {"global.safetensors": save(tensors), "state.json": text.encode()}
+    content = save(tensors(load_file(folder / "global.safetensors")))
+    files = {"global.safetensors": content, "state.json": text.encode()}
     for name, content in (files | {"SHA256SUMS": sums_of(files)}).items():
         (folder / name).unlink()
         (folder / name).write_bytes(content)
 
 
-# --- links and devices ------------------------------------------------------------------------------------------------
+# --- links and devices ----------------------------------------------------------------------------
 
 LINKS = (
-    "evaluation/geometry.png", "encoder-torch.pt2", "evaluation", ".lock", "accuracy.png", "tensorboard", "clients",
-    "checkpoints", "pending", "config.yaml", "split.json", "metrics.csv", "checkpoints/best",
-    "checkpoints/round_00002/state.json", "anything",
-)  # fmt: skip
+    "evaluation/geometry.png",
+    "encoder-torch.pt2",
+    "evaluation",
+    ".lock",
+    "accuracy.png",
+    "tensorboard",
+    "clients",
+    "checkpoints",
+    "pending",
+    "config.yaml",
+    "split.json",
+    "metrics.csv",
+    "checkpoints/best",
+    "checkpoints/round_00002/state.json",
+    "anything",
+)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -132,11 +163,13 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(
     assert contents(outside) == before
 
 
-@pytest.mark.parametrize("name", [".lock", "evaluation/knn.json", "pending/journal.jsonl", "pipe"])
+@pytest.mark.parametrize(
+    "name", [".lock", "evaluation/knn.json", "pending/00000/state.json", "pipe"]
+)
 def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(
     run: Path, words: list[str], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).parent.mkdir(exist_ok=True, parents=True)
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     for command in (
@@ -159,11 +192,11 @@ def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
     assert cli.main(["train", *words, f"run.dir={tmp_path / 'link'}"]) == 0
 
 
-# --- the journal of an unfinished round -------------------------------------------------------------------------------
+# --- the updates of an unfinished round -----------------------------------------------------------
 
 
 class Interrupted(Watching):
-    """Somebody presses Ctrl-C when the second client of a round is done."""
+    """Raises KeyboardInterrupt when the second client of a round is done."""
 
     def __init__(self, round_number: int) -> None:
         super().__init__()
@@ -176,43 +209,49 @@ class Interrupted(Watching):
             raise KeyboardInterrupt
 
 
-def journal(run: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) -> None:
-    """Changes the first line of a journal."""
-    file = run / "pending" / "journal.jsonl"
-    first, *others = file.read_text().splitlines()
-    line = json.loads(first)
-    kept = line.pop(SEAL)
-    change(line)
-    line = sealed(line) if seal else {**line, SEAL: kept}
-    file.write_text("\n".join([json.dumps(line), *others, ""]))
+@pytest.fixture(scope="module")
+def interrupted(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two saved updates of its first round."""
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fitted(compose([*words, f"run.dir={run}", "logger=[]"]), Interrupted(1))
+    return run
+
+
+def first_update(run: Path) -> Path:
+    return run / "pending" / "00000"
 
 
 def one_image_less(run: Path) -> None:
-    journal(
-        run, lambda line: line["told"].update(num_images=line["told"]["num_images"] - 1), seal=False
-    )
+    file = first_update(run) / "state.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"num_images": values["num_images"] - 1}))
 
 
 def another_shape(run: Path) -> None:
     """A record that is well-formed, of an update that is not."""
-    file = run / "pending" / "00000.safetensors"
-    tensors = load_file(file)
-    name = next(
-        name for name, tensor in tensors.items() if name.startswith("state/") and tensor.ndim == 4
-    )
-    file.write_bytes(content := save(tensors | {name: torch.zeros(3)}))
-    journal(run, lambda line: line.update(sha256=checksum(content)), seal=True)
+
+    def other_shape(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        four_dimensional = (name for name, tensor in tensors.items() if tensor.ndim == 4)
+        return tensors | {next(four_dimensional): torch.zeros(3)}
+
+    forge_record(first_update(run), lambda values: values, other_shape)
 
 
-def nobody_s(run: Path) -> None:
-    shutil.copy(run / "pending" / "00000.safetensors", run / "pending" / "00077.safetensors")
-    journal(run, lambda line: line.update(client=77), seal=True)
+def unknown_client(run: Path) -> None:
+    shutil.copytree(first_update(run), run / "pending" / "00077")
+    forge_record(run / "pending" / "00077", lambda values: values | {"client": 77})
+
+
+def another_client(run: Path) -> None:
+    """The update of one client in the place of another."""
+    shutil.rmtree(run / "pending" / "00001")
+    shutil.copytree(first_update(run), run / "pending" / "00001")
 
 
 def wrong_types(run: Path) -> None:
-    journal(
-        run, lambda line: line["told"].update(metrics=[7], loss_names=3, num_images="5"), seal=True
-    )
+    wrong = {"metrics": [7], "loss_names": 3, "num_images": "5"}
+    forge_record(first_update(run), lambda values: values | wrong)
 
 
 def private_state(run: Path) -> None:
@@ -223,28 +262,39 @@ def private_state(run: Path) -> None:
     file.write_bytes(content)
 
 
-def without_checksums(run: Path) -> None:
-    """As an earlier version wrote it."""
-    journal(run, lambda line: None, seal=True)
-    file = run / "pending" / "journal.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text(
-        "".join(json.dumps({k: v for k, v in line.items() if k != SEAL}) + "\n" for line in lines)
-    )
+def of_an_earlier_version(run: Path) -> None:
+    """A journal and a file for each client."""
+    for folder in list((run / "pending").iterdir()):
+        values = json.loads((folder / "state.json").read_text())
+        with open(run / "pending" / "journal.jsonl", "a") as journal:
+            journal.write(json.dumps(values) + "\n")
+        os.replace(folder / "global.safetensors", folder.with_suffix(".safetensors"))
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
     "damage",
-    [one_image_less, another_shape, nobody_s, wrong_types, private_state, without_checksums],
+    [
+        one_image_less,
+        another_shape,
+        unknown_client,
+        another_client,
+        wrong_types,
+        private_state,
+        of_an_earlier_version,
+    ],
 )
 def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_again(
-    words: list[str], finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+    words: list[str],
+    finished: Path,
+    interrupted: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
 ) -> None:
-    """The run ends as one that was left in peace, to the bit."""
-    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
-    with pytest.raises(KeyboardInterrupt):
-        fitted(config, Interrupted(1))
-    assert len((tmp_path / "run" / "pending" / "journal.jsonl").read_text().splitlines()) == 2
+    """The run ends as one that was never interrupted, to the bit."""
+    config = compose([*words, f"run.dir={tmp_path / 'run'}", "logger=[]"])
+    shutil.copytree(interrupted, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "pending").iterdir())) == 2
     damage(tmp_path / "run")
     fitted(config)
     for number in (1, 2):
@@ -253,32 +303,23 @@ def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_ag
     assert contents(tmp_path / "run" / "clients") == contents(finished / "clients")
 
 
-def test_every_flip_of_the_journal_drops_a_record_or_changes_nothing(
-    words: list[str], tmp_path: Path
+@pytest.mark.parametrize("name", ["state.json", "SHA256SUMS", "global.safetensors"])
+def test_every_flip_of_a_saved_update_drops_it(
+    interrupted: Path, tmp_path: Path, name: str
 ) -> None:
-    config = compose([*words, f"run.dir={tmp_path / 'run'}"])
-    with pytest.raises(KeyboardInterrupt):
-        fitted(config, Interrupted(1))
-    file = tmp_path / "run" / "pending" / "journal.jsonl"
-    content, draw = file.read_bytes(), random.Random(0)
-
-    def loaded() -> dict[int, tuple[Any, ...]]:
-        found = UnfinishedRound(tmp_path / "run").load(1)
-        return {
-            u.client: (u.num_images, u.images_seen, u.metrics, u.loss_names, record)
-            for u, record in found
-        }
-
-    whole = loaded()
-    assert len(whole) == 2
-    for _ in range(300):
+    run = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    file = first_update(run) / name
+    content = file.read_bytes()
+    draw = random.Random(0)
+    assert [update.client for update, _ in UnfinishedRound(run).load(1)] == [0, 1]
+    for _ in range(100):
         flipped = bytearray(content)
         flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
-        assert all(whole[client] == told for client, told in loaded().items())
+        assert [update.client for update, _ in UnfinishedRound(run).load(1)] == [1]
 
 
-# --- what the files beside the checkpoints say ------------------------------------------------------------------------
+# --- what the files beside the checkpoints say ----------------------------------------------------
 
 
 def other_mean(run: Path) -> str:
@@ -313,7 +354,7 @@ def test_what_train_refuses_the_other_commands_refuse(
         ["export", str(run)],
         ["embed", str(run), str(pictures), "-o", str(tmp_path / "a.npz")],
         [
-            "neighbours",
+            "neighbors",
             str(run),
             str(pictures / "0.png"),
             str(pictures),
@@ -337,34 +378,24 @@ def test_a_run_of_an_earlier_version_is_read_as_before(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def images() -> ImageData:
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
-    return of_arrays((pixels, np.arange(40) % 2))
+    return of_arrays(bright_and_dark())
+
+
+def fit_in_python(images: ImageData, run: Path) -> None:
+    """A run of two rounds that is made from objects."""
+    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
+    tiny_trainer(run, evaluation=None).fit(thin_model(SimCLR), data)
 
 
 @pytest.fixture(scope="module")
 def made_in_python(images: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
-    model = SimCLR(
-        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
-        hidden_dim=8,
-        embed_dim=4,
-    )
-    folder = tmp_path_factory.mktemp("python") / "run"
-    trainer = FederatedTrainer(
-        max_rounds=2,
-        local_epochs=1,
-        evaluation=None,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(model, data)
-    return folder
+    run = tmp_path_factory.mktemp("python") / "run"
+    fit_in_python(images, run)
+    return run
 
 
 @pytest.mark.parametrize("damage", [other_mean, other_clients, no_split, None])
-def test_it_is_the_same_for_a_run_made_from_objects(
+def test_other_files_are_refused_for_a_run_made_from_objects_too(
     made_in_python: Path, images: ImageData, tmp_path: Path, damage: Callable[[Path], str] | None
 ) -> None:
     run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
@@ -390,31 +421,15 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
 ) -> None:
     run = Path(shutil.copytree(made_in_python, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")  # It was interrupted in its first round.
-    content = bytearray((run / "fork.safetensors").read_bytes())
+    file = run / "fork" / "global.safetensors"
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (run / "fork.safetensors").write_bytes(content)
-    data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
-    torch.manual_seed(0)
-    model = SimCLR(
-        build(BackboneOptions("resnet10", width=4), channels=3, image_size=16),
-        hidden_dim=8,
-        embed_dim=4,
-    )
-    trainer = FederatedTrainer(
-        max_rounds=2,
-        local_epochs=1,
-        evaluation=None,
-        default_root_dir=run,
-        logger=False,
-        enable_progress_bar=False,
-    )
-    with pytest.raises(
-        UserError, match=r"fork\.safetensors, the weights that this run began with, is damaged"
-    ):
-        trainer.fit(model, data)
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"fork, the weights that this run began with, is damaged"):
+        fit_in_python(images, run)
 
 
-# --- rounds -----------------------------------------------------------------------------------------------------------
+# --- rounds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +458,7 @@ def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(
 def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, reading = Path.read_bytes, []
+    real, reading = store.read_bytes, []
 
     def read(path: Path) -> bytes:
         if path.name == "state.json" and not reading:
@@ -454,7 +469,7 @@ def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
             Checkpoints(run, keep=1).commit(state, weights)
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(store, "read_bytes", read)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = Checkpoints(run).latest(mend=False)
@@ -463,7 +478,7 @@ def test_a_round_that_training_replaces_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("name", ["best", "round_00001"])
-def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(
+def test_damage_of_an_older_round_is_warned_about_and_repaired(
     run: Path, words: list[str], name: str
 ) -> None:
     folder = run / "checkpoints" / name
@@ -482,7 +497,7 @@ def test_damage_of_a_round_that_is_not_the_newest_is_told_and_mended(
         assert Encoder.of(run)
 
 
-# --- forged states ----------------------------------------------------------------------------------------------------
+# --- forged states --------------------------------------------------------------------------------
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -506,9 +521,9 @@ def of_callback(key: str, **values: Any) -> Callable[[dict[str, Any]], dict[str,
 
 FORGED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda manifest: [manifest],
-    "nothing": lambda manifest: {},
-    "deep": lambda manifest: "[" * 50_000,
-    "a huge number": lambda manifest: '{"round": ' + "9" * 5000 + "}",
+    "nothing": lambda _: {},
+    "deep": lambda _: "[" * 50_000,
+    "a huge number": lambda _: '{"round": ' + "9" * 5000 + "}",
     "deep rows": lambda manifest: json.dumps(manifest).replace(
         '"rows": [', '"rows": [' + "[" * 40_000, 1
     ),
@@ -567,7 +582,7 @@ def test_a_forged_state_ends_in_a_clean_error(
 def test_weights_of_another_network_end_in_a_clean_error(
     run: Path, words: list[str], command: str
 ) -> None:
-    forge(run, lambda manifest: manifest, lambda weights: {"w": torch.zeros(3)})
+    forge(run, lambda manifest: manifest, lambda _: {"w": torch.zeros(3)})
     arguments = (
         ["train", *words, f"run.dir={run}"] if command == "train" else ["evaluate", str(run), "knn"]
     )
@@ -589,12 +604,15 @@ def test_weights_that_are_not_finite_are_not_exported(
     assert not list(run.glob("encoder-*"))
 
 
-# --- flips of every file ----------------------------------------------------------------------------------------------
+# --- flips of every file --------------------------------------------------------------------------
 
 
 def results(run: Path) -> list[Any]:
-    """Encoder, accuracy and geometry; None for what is refused, or told to be of another round by a warning."""
-    with warnings.catch_warnings(record=True) as told:
+    """Encoder, accuracy and geometry.
+
+    None for what is refused, or what a warning says is of another round.
+    """
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found: list[Any] = []
         for measure in (
@@ -607,7 +625,11 @@ def results(run: Path) -> list[Any]:
             except UserError:
                 found.append(None)
     shutil.rmtree(run / "evaluation", ignore_errors=True)
-    return [None] * len(found) if any("is damaged" in str(one.message) for one in told) else found
+    return (
+        [None] * len(found)
+        if any("is damaged" in str(warning.message) for warning in caught)
+        else found
+    )
 
 
 def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
@@ -641,7 +663,7 @@ def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
 
 @pytest.mark.slow
 def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
-    """It is refused, told, or changes nothing."""
+    """It is refused, warned about, or changes nothing."""
     draw, usual = random.Random(0), results(run)
     assert None not in usual
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
@@ -657,7 +679,7 @@ def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
         path.write_bytes(whole[path])
 
 
-# --- disks, locks and folders that go away ----------------------------------------------------------------------------
+# --- disks, locks and folders that go away --------------------------------------------------------
 
 
 def full(*_: object) -> None:
@@ -719,6 +741,55 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_one(
     assert (tmp_path / "a").read_text() == "earlier"
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_fills_its_disk_ends_in_one_line_and_resumes_when_there_is_room(
+    words: list[str], finished: Path, small_disk: Path
+) -> None:
+    """There is room for the run when it starts; then another program takes it."""
+    run = small_disk / "run"
+    code = (
+        "import os, sys; from pathlib import Path; from fedx_pl.cli.main import main\n"
+        "from fedx_pl.callbacks.metrics import MetricsFiles as M\n"
+        "def fill(self, trainer, record, saved=M.on_round_saved):\n"
+        "    saved(self, trainer, record)\n"
+        f"    with open({str(small_disk / 'other')!r}, 'wb') as other:\n"
+        "        try:\n"
+        "            while True: other.write(bytes(4096)); other.flush()\n"
+        "        except OSError: pass\n"
+        "M.on_round_saved = fill\n"
+        "sys.exit(main())"
+    )
+    command = ["train", *words, f"run.dir={run}"]
+    full = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
+    )
+    assert full.returncode == 2, full.stderr
+    (line,) = full.stderr.splitlines()
+    assert "No space left on device" in line
+    assert "free some space" in line
+    (small_disk / "other").unlink()
+    assert cli.main(command) == 0
+    name = Path("checkpoints") / "round_00002" / "global.safetensors"
+    assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
 def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
     run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -734,7 +805,7 @@ def test_a_device_is_not_replaced_and_a_missing_folder_is_named(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_that_cannot_lock_is_told(
+def test_a_file_system_that_cannot_lock_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def cannot(*_: object) -> None:
@@ -747,14 +818,14 @@ def test_a_file_system_that_cannot_lock_is_told(
         lock(tmp_path).close()
 
 
-def test_a_lock_does_not_cut_off_a_file(tmp_path: Path) -> None:
+def test_a_lock_does_not_truncate_a_file(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
     lock(tmp_path).close()
     assert (tmp_path / ".lock").read_text() == "mine"
 
 
 class Deleted(Watching):
-    """Somebody deletes the run folder when a client is done, or when the round is."""
+    """Deletes the run folder when a client is done, or when the round is."""
 
     def __init__(self, client: int | None) -> None:
         super().__init__()
@@ -771,12 +842,9 @@ class Deleted(Watching):
             shutil.rmtree(trainer.folder)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard
 @pytest.mark.parametrize("client", [1, 2, None])
 @pytest.mark.parametrize("logger", ["[]", "[tensorboard]"])
-def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again(
+def test_a_run_folder_that_is_deleted_during_training_is_reported_and_not_made_again(
     words: list[str], tmp_path: Path, client: int | None, logger: str
 ) -> None:
     config = compose([*words, f"run.dir={tmp_path / 'run'}", f"logger={logger}"])
@@ -788,7 +856,7 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_told_and_not_made_again
 
 
 def test_a_stray_range_of_values_does_not_become_the_run_s(run: Path, words: list[str]) -> None:
-    """The images have 8 bits: nobody may say later which values were black and white."""
+    """The images have 8 bits, so their range of values cannot be chosen later."""
     (run / "value_range.json").write_text("[0, 65535]")
     with pytest.raises(UserError, match=r"value_range.json changed since"):
         Encoder.of(run)

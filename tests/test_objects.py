@@ -1,16 +1,29 @@
-"""Federations made from plain objects, as a Lightning user would: no word of the command line anywhere."""
+"""Federations made from plain objects, as a Lightning user would.
+
+No word of the command line anywhere.
+"""
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from helpers import THREADS, Watching, forget_modules, write_modules
+from helpers import (
+    QUICK,
+    THIN,
+    THREADS,
+    Watching,
+    bright_and_dark,
+    forget_modules,
+    same,
+    thin_model,
+    tiny_data,
+    tiny_trainer,
+    write_modules,
+)
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import TensorDataset
 
@@ -23,6 +36,7 @@ from fedx_pl import (
     FedXMixin,
     RoundCallback,
     SimCLR,
+    SSLMethod,
     federate,
     resnet10,
 )  # fmt: skip
@@ -31,8 +45,6 @@ from fedx_pl.cli.main import main
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.embedding import Geometry
-from fedx_pl.evaluation.evaluate import EvaluationOptions
-from fedx_pl.evaluation.linear import LinearOptions
 from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.regularizers import FedProx
@@ -42,45 +54,19 @@ from fedx_pl.federation.round import RoundContext, RoundRecord, Update
 class FedXBYOL(FedXMixin, BYOL): ...
 
 
-QUICK = EvaluationOptions(linear=LinearOptions(epochs=2))
-
-
-def arrays(seed: int = 0, count: int = 48) -> tuple[np.ndarray, np.ndarray]:
-    labels = np.arange(count) % 2
-    noise = np.random.default_rng(seed).integers(0, 100, (count, 16, 16, 3))
-    return (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels
-
-
-def data(**settings: Any) -> FederatedDataModule:
-    usual: dict[str, Any] = {"partition": IID(clients=3), "batch_size": 8, "test": arrays(1, 20)}
-    return FederatedDataModule(arrays(), **(usual | settings))
-
-
-def trainer(folder: Path, **settings: Any) -> FederatedTrainer:
-    usual: dict[str, Any] = {
-        "max_rounds": 2, "local_epochs": 1, "evaluation": QUICK, "enable_progress_bar": False, "threads": THREADS,
-    }  # fmt: skip
-    return FederatedTrainer(default_root_dir=folder, **(usual | settings))
-
-
-def model(kind: Callable[..., Any] = FedXBYOL, seed: int = 0, **settings: Any) -> Any:
-    torch.manual_seed(seed)
-    return kind(resnet10(width=4), hidden_dim=16, embed_dim=8, **settings)
+def model(method: type[SSLMethod] = FedXBYOL, seed: int = 0, **settings: Any) -> Any:
+    return thin_model(method, seed, **settings)
 
 
 def weights(of: FederatedTrainer) -> dict[str, torch.Tensor]:
     return of.model.shared_state()
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_the_objects_train_and_every_command_reads_their_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = trainer(tmp_path / "run", enable_progress_bar=True)
-    one.fit(model(), data())
+    one = tiny_trainer(tmp_path / "run", enable_progress_bar=True, logger=True)
+    one.fit(model(), tiny_data())
     assert [row["round"] for row in one.history] == [1, 2]
     assert "round   2/2" in capsys.readouterr().out
     found = one.evaluate()
@@ -96,7 +82,7 @@ def test_the_objects_train_and_every_command_reads_their_run(
     }
     assert files <= {file.name for file in (tmp_path / "run").iterdir()}
     # FedX on BYOL and nothing more: no code that one would have to trust.
-    images = torch.from_numpy(arrays(1, 20)[0]).permute(0, 3, 1, 2) / 255
+    images = torch.from_numpy(bright_and_dark(1, 20)[0]).permute(0, 3, 1, 2) / 255
     encoder = Encoder.of(tmp_path / "run")
     with torch.no_grad():
         expected = one.model.eval().backbone((images - 0.5) / 0.25)
@@ -104,38 +90,38 @@ def test_the_objects_train_and_every_command_reads_their_run(
     assert main(["export", str(tmp_path / "run"), "--to", "safetensors"]) == 0
 
 
-def test_fit_again_goes_on_or_reads_what_is_there(tmp_path: Path) -> None:
+def test_fit_again_resumes_a_run_or_reads_a_finished_one(tmp_path: Path) -> None:
     watching = Watching()
-    whole = trainer(tmp_path / "whole", max_rounds=3)
-    whole.fit(model(), data())
+    whole = tiny_trainer(tmp_path / "whole", max_rounds=3)
+    whole.fit(model(), tiny_data())
 
     class Stop(RoundCallback):
         def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
             trainer.should_stop = True
 
-    stopped = trainer(tmp_path / "run", max_rounds=3, callbacks=[Stop()])
-    stopped.fit(model(), data())
+    stopped = tiny_trainer(tmp_path / "run", max_rounds=3, callbacks=[Stop()])
+    stopped.fit(model(), tiny_data())
     assert len(stopped.history) == 1
-    resumed = trainer(tmp_path / "run", max_rounds=3, callbacks=[watching])
+    resumed = tiny_trainer(tmp_path / "run", max_rounds=3, callbacks=[watching])
     with pytest.warns(UserWarning, match="other first weights"):
         resumed.fit(
-            model(seed=7), data()
+            model(seed=7), tiny_data()
         )  # The weights that it is made with do not matter any more.
-    assert any("going on after round 1 of 3" in note for note in watching.notes)
+    assert any("resuming after round 1 of 3" in note for note in watching.notes)
     assert same(weights(whole), weights(resumed))
     with pytest.warns(UserWarning, match="began with other first weights than this model has"):
-        resumed.fit(model(seed=8), data())
+        resumed.fit(model(seed=8), tiny_data())
     words = f'default_root_dir="ANOTHER", max_rounds=6, fork="{tmp_path / "run"}"'
     assert watching.notes[-1].endswith(f"to train on, type {words}")
     assert same(weights(whole), weights(resumed))
 
 
-def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_with(
+def test_an_interrupted_first_round_resumes_from_its_first_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process makes other weights, unless its author thought of a seed."""
-    whole = trainer(tmp_path / "whole", max_rounds=1)
-    whole.fit(model(), data())
+    whole = tiny_trainer(tmp_path / "whole", max_rounds=1)
+    whole.fit(model(), tiny_data())
     run = LocalTrainer.run
 
     def die(self: LocalTrainer, context: RoundContext, *, client: int, **rest: Any) -> Update:
@@ -145,10 +131,10 @@ def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_w
 
     monkeypatch.setattr(LocalTrainer, "run", die)
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "run", max_rounds=1).fit(model(), data())
+        tiny_trainer(tmp_path / "run", max_rounds=1).fit(model(), tiny_data())
     monkeypatch.undo()
-    resumed = trainer(tmp_path / "run", max_rounds=1)
-    resumed.fit(model(seed=5), data())
+    resumed = tiny_trainer(tmp_path / "run", max_rounds=1)
+    resumed.fit(model(seed=5), tiny_data())
     assert same(weights(whole), weights(resumed))
 
 
@@ -171,10 +157,10 @@ def test_a_first_round_that_was_cut_off_goes_on_from_the_weights_that_it_began_w
 def test_a_changed_object_is_refused_with_what_to_do(
     tmp_path: Path, changed: dict[str, dict[str, Any]], message: str
 ) -> None:
-    trainer(tmp_path, max_rounds=1).fit(model(), data())
+    tiny_trainer(tmp_path, max_rounds=1).fit(model(), tiny_data())
     with pytest.raises(UserError, match=rf'(?s){message}.*default_root_dir="ANOTHER"'):
-        trainer(tmp_path, max_rounds=1, **changed.get("trainer", {})).fit(
-            model(**changed.get("model", {})), data(**changed.get("data", {}))
+        tiny_trainer(tmp_path, max_rounds=1, **changed.get("trainer", {})).fit(
+            model(**changed.get("model", {})), tiny_data(**changed.get("data", {}))
         )
 
 
@@ -186,11 +172,11 @@ class Mine(SimCLR):
 """
 
 
-def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: Path) -> None:
+def test_changed_source_of_a_user_s_class_is_refused(tmp_path: Path, modules: Path) -> None:
     write_modules(modules, brought_here=OWN)
     from brought_here import Mine
 
-    trainer(tmp_path / "run", max_rounds=1).fit(model(Mine), data())
+    tiny_trainer(tmp_path / "run", max_rounds=1).fit(model(Mine), tiny_data())
     forget_modules(modules)
     write_modules(modules, brought_here=OWN.replace("2.0", "3.0"))
     from brought_here import Mine as Edited
@@ -198,10 +184,10 @@ def test_changed_source_of_a_brought_class_is_refused(tmp_path: Path, modules: P
     with pytest.raises(
         UserError, match=r"was trained with other code: .*brought_here.py changed since"
     ):
-        trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), data())
+        tiny_trainer(tmp_path / "run", max_rounds=1).fit(model(Edited), tiny_data())
 
 
-def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> None:
+def test_a_changed_argument_without_a_key_is_refused(tmp_path: Path) -> None:
     class Scaled(SimCLR):
         def __init__(
             self, backbone: torch.nn.Module, scale: float, limit: int | None = None, **base: Any
@@ -209,11 +195,11 @@ def test_a_changed_argument_that_no_key_can_say_is_refused(tmp_path: Path) -> No
             super().__init__(backbone, **base)
             self.scale = scale
 
-    trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), data())
-    trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), data())
+    tiny_trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), tiny_data())
+    tiny_trainer(tmp_path, max_rounds=1).fit(model(Scaled, scale=1.0), tiny_data())
     for changed in ({"scale": 3.0}, {"scale": 1.0, "limit": 4}):
         with pytest.raises(UserError, match=r"arguments of Scaled changed since"):
-            trainer(tmp_path, max_rounds=1).fit(model(Scaled, **changed), data())
+            tiny_trainer(tmp_path, max_rounds=1).fit(model(Scaled, **changed), tiny_data())
     evaluate = ["evaluate", str(tmp_path), "geometry", "allow_code=true"]
     assert main(evaluate) != 0
 
@@ -254,12 +240,12 @@ def test_parts_made_with_other_arguments_are_refused(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], what: str
 ) -> None:
     """Also if they keep them under another name, and although training changes what they count."""
-    one = trainer(tmp_path, max_rounds=1, **before)
-    one.fit(model(SimCLR), data())
-    one.fit(model(SimCLR), data())
-    trainer(tmp_path, max_rounds=1, **before).fit(model(SimCLR), data())
+    one = tiny_trainer(tmp_path, max_rounds=1, **before)
+    one.fit(model(SimCLR), tiny_data())
+    one.fit(model(SimCLR), tiny_data())
+    tiny_trainer(tmp_path, max_rounds=1, **before).fit(model(SimCLR), tiny_data())
     with pytest.raises(UserError, match=rf"{what} changed since"):
-        trainer(tmp_path, max_rounds=1, **after).fit(model(SimCLR), data())
+        tiny_trainer(tmp_path, max_rounds=1, **after).fit(model(SimCLR), tiny_data())
 
 
 def test_a_changed_network_or_a_changed_argument_of_any_type_is_refused(tmp_path: Path) -> None:
@@ -278,7 +264,7 @@ def test_a_changed_network_or_a_changed_argument_of_any_type_is_refused(tmp_path
             super().__init__(backbone, **base)
 
     def fit(folder: str, network: torch.nn.Module, **settings: Any) -> None:
-        trainer(tmp_path / folder, max_rounds=1).fit(Mine(network, **settings), data())
+        tiny_trainer(tmp_path / folder, max_rounds=1).fit(Mine(network, **settings), tiny_data())
 
     fit("net", Net(0.1))
     fit("net", Net(0.1))
@@ -313,16 +299,16 @@ def test_frozen_layers_and_networks_of_other_shapes_are_refused(tmp_path: Path) 
         network[0].bias.requires_grad_(not frozen)
         return network
 
-    trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), data())
+    tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5)), tiny_data())
     with pytest.raises(UserError, match="frozen layers of the backbone changed since"):
-        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), data())
+        tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(5, frozen=True)), tiny_data())
     with pytest.raises(
         UserError, match=r'layers of the backbone changed since; write default_root_dir="ANOTHER"'
     ):
-        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
-    (tmp_path / "code.json").unlink()  # As if it could not be told.
+        tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), tiny_data())
+    (tmp_path / "code.json").unlink()  # As if it were not known.
     with pytest.raises(UserError, match=r"changed since|its weights do not fit"):
-        trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), data())
+        tiny_trainer(tmp_path, max_rounds=1).fit(SimCLR(net(6)), tiny_data())
 
 
 def test_without_a_folder_the_run_is_named_after_itself(
@@ -334,13 +320,13 @@ def test_without_a_folder_the_run_is_named_after_itself(
         one = FederatedTrainer(
             max_rounds=1, local_epochs=epochs, evaluation=None, enable_progress_bar=False
         )
-        one.fit(model(SimCLR), data())
+        one.fit(model(SimCLR), tiny_data())
         folders.append(one.folder)
     assert all(str(folder).startswith("runs/arrays-simclr-s0-") for folder in folders)
     assert folders[0] != folders[1]
 
 
-def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> None:
+def test_one_data_set_per_client_and_a_user_s_network(tmp_path: Path) -> None:
     class Net(torch.nn.Sequential):
         feature_dim = 5
 
@@ -349,16 +335,18 @@ def test_one_data_set_per_client_and_a_network_of_one_s_own(tmp_path: Path) -> N
             torch.nn.Conv2d(3, 5, 3, stride=4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
         )
 
-    pixels, labels = (torch.from_numpy(array) for array in arrays())
+    pixels, labels = (torch.from_numpy(array) for array in bright_and_dark())
     pixels = pixels.permute(0, 3, 1, 2)
     sets = [TensorDataset(pixels[:10], labels[:10]), TensorDataset(pixels[10:], labels[10:])]
-    one = trainer(tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1))
+    one = tiny_trainer(
+        tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1)
+    )
     one.fit(SimCLR(net()), FederatedDataModule(sets, batch_size=8))
     assert [len(rows) for rows in one.datamodule.clients] == [10, 38]
     assert one.history[-1]["loss"] > 0
     with pytest.raises(UserError, match="Net"):
-        Encoder.of(tmp_path)  # Nobody but the script knows how to make it.
-    again = trainer(
+        Encoder.of(tmp_path)  # Only the script can make it.
+    again = tiny_trainer(
         tmp_path, aggregate=AggregateOptions(rule="median"), regularizer=FedProx(mu=0.1)
     )
     again.fit(SimCLR(net()), FederatedDataModule(sets, batch_size=8))
@@ -369,8 +357,8 @@ def test_clients_per_round_is_a_number_or_a_share(tmp_path: Path) -> None:
     for number, (wanted, expected) in enumerate(
         [(1, 1), (2, 2), (1.0, 3), (0.4, 1), (0.5, 2), (7, 3)]
     ):
-        one = trainer(tmp_path / str(number), clients_per_round=wanted)
-        one.attach(model(SimCLR), data())
+        one = tiny_trainer(tmp_path / str(number), clients_per_round=wanted)
+        one.attach(model(SimCLR), tiny_data())
         assert len(one.choose_clients(1)) == one.num_sampled == expected
     for wrong in (0, 0.0, 1.5, -2):
         with pytest.raises(UserError, match="clients_per_round"):
@@ -383,57 +371,57 @@ def test_clients_per_round_is_a_number_or_a_share(tmp_path: Path) -> None:
 
 def test_a_trial_run_leaves_nothing_behind(tmp_path: Path) -> None:
     watching = Watching()
-    one = trainer(
+    one = tiny_trainer(
         tmp_path / "run", max_rounds=50, local_epochs=9, fast_dev_run=True, callbacks=[watching]
     )
-    one.fit(model(), data())
+    one.fit(model(), tiny_data())
     assert watching.steps == 2  # One batch of two clients.
     assert not (tmp_path / "run").exists()
 
 
 def test_loggers_of_lightning_get_the_numbers_of_every_round(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="log", version="")
-    trainer(tmp_path / "run", logger=[logger]).fit(model(SimCLR), data())
+    tiny_trainer(tmp_path / "run", logger=[logger]).fit(model(SimCLR), tiny_data())
     rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]] == ["0", "1", "2"]
     assert not (tmp_path / "run" / "tensorboard").exists()
-    trainer(tmp_path / "both", logger=[True, CSVLogger(tmp_path, name="more", version="")]).fit(
-        model(SimCLR), data()
-    )
+    tiny_trainer(
+        tmp_path / "both", logger=[True, CSVLogger(tmp_path, name="more", version="")]
+    ).fit(model(SimCLR), tiny_data())
     assert (tmp_path / "both" / "tensorboard").exists()
     assert (tmp_path / "more" / "metrics.csv").exists()
 
 
 def test_a_run_ends_when_its_time_is_up_and_can_be_resumed(tmp_path: Path) -> None:
     watching = Watching()
-    one = trainer(tmp_path, max_time={"seconds": 0}, callbacks=[watching])
-    one.fit(model(SimCLR), data())
+    one = tiny_trainer(tmp_path, max_time={"seconds": 0}, callbacks=[watching])
+    one.fit(model(SimCLR), tiny_data())
     assert len(one.history) == 1
     assert any("time of 0:00:00 is up" in note for note in watching.notes)
-    two = trainer(tmp_path, max_time="00:01:00:00")
-    two.fit(model(SimCLR), data())
+    two = tiny_trainer(tmp_path, max_time="00:01:00:00")
+    two.fit(model(SimCLR), tiny_data())
     assert len(two.history) == 2
 
 
-def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None:
     never = EarlyStopping("loss", patience=2, min_delta=1e9, mode="min")
-    one = trainer(tmp_path, max_rounds=9, callbacks=[never], evaluation=None)
-    one.fit(model(SimCLR), data())
+    one = tiny_trainer(tmp_path, max_rounds=9, callbacks=[never], evaluation=None)
+    one.fit(model(SimCLR), tiny_data())
     assert len(one.history) == 3  # The first is the best; two more are waited for.
     always = EarlyStopping("round", mode="max")
-    two = trainer(tmp_path, max_rounds=9, callbacks=[always], evaluation=None)
-    two.fit(model(SimCLR), data())
+    two = tiny_trainer(tmp_path, max_rounds=9, callbacks=[always], evaluation=None)
+    two.fit(model(SimCLR), tiny_data())
     assert len(two.history) == 9
 
 
 def test_an_evaluation_that_trains_clients_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     """Its numbers stand beside those of the round, under names of their own."""
     plain, measured = (
-        trainer(tmp_path / "plain"),
-        trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)]),
+        tiny_trainer(tmp_path / "plain"),
+        tiny_trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)]),
     )
     for one in (plain, measured):
-        one.fit(model(SimCLR), data())
+        one.fit(model(SimCLR), tiny_data())
     assert same(weights(plain), weights(measured))
     assert plain.evaluate() == measured.evaluate()
     assert plain.history[-1]["rankme"] == measured.history[-1]["rankme"]
@@ -449,17 +437,17 @@ def test_a_trainer_fits_again_on_other_images(
     one = FederatedTrainer(
         max_rounds=1, local_epochs=1, evaluation=QUICK, enable_progress_bar=False, threads=THREADS
     )
-    one.fit(model(SimCLR), data())
+    one.fit(model(SimCLR), tiny_data())
     first = one.folder
-    one.fit(model(SimCLR), data(test=arrays(2, 12)))
+    one.fit(model(SimCLR), tiny_data(test=bright_and_dark(2, 12)))
     assert one.folder != first
 
 
 def test_a_refused_fit_leaves_nothing_to_evaluate(tmp_path: Path) -> None:
-    one = trainer(tmp_path, max_rounds=1)
-    one.fit(model(SimCLR), data())
+    one = tiny_trainer(tmp_path, max_rounds=1)
+    one.fit(model(SimCLR), tiny_data())
     with pytest.raises(UserError, match="another config"):
-        one.fit(model(SimCLR, tau=0.7), data())
+        one.fit(model(SimCLR, tau=0.7), tiny_data())
     with pytest.raises(UserError, match=r"call fit\(model, data\) first"):
         one.evaluate()
 
@@ -477,18 +465,18 @@ def test_client_callbacks_are_those_of_every_client_s_trainer(tmp_path: Path) ->
             self.fits += 1
 
     counting = Counting()
-    trainer(tmp_path, client_callbacks=[counting]).fit(model(SimCLR), data())
+    tiny_trainer(tmp_path, client_callbacks=[counting]).fit(model(SimCLR), tiny_data())
     assert counting.fits == 6
 
 
 def test_evaluating_before_fitting_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"call fit\(model, data\) first"):
-        trainer(tmp_path).evaluate()
+        tiny_trainer(tmp_path).evaluate()
 
 
 def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.name=rai .*serial or ray"):
-        trainer(tmp_path, engine=EngineOptions(name="rai")).fit(model(SimCLR), data())
+        tiny_trainer(tmp_path, engine=EngineOptions(name="rai")).fit(model(SimCLR), tiny_data())
 
 
 def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
@@ -508,8 +496,8 @@ def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
         "run": {"root": str(tmp_path), "threads": THREADS},
     }
     done = federate(
-        "", "backbone.name=resnet10", "backbone.width=4", "optim.batch_size=8",
-        method=Mine, data=arrays(), callbacks=[Look()], quiet=True, **settings,
+        "", *THIN, "optim.batch_size=8",
+        method=Mine, data=bright_and_dark(), callbacks=[Look()], quiet=True, **settings,
     )  # fmt: skip
     assert seen == [1]
     assert done.folder.name.startswith("arrays-")
@@ -540,7 +528,8 @@ data = FederatedDataModule(
 trainer = FederatedTrainer(max_rounds=1, local_epochs=1, default_root_dir=sys.argv[1])
 trainer.fit(FedXBYOL(resnet10(width=4)), data)
 trainer.evaluate()
-assert not [name for name in sys.modules if name.startswith(("fedx_pl.config", "fedx_pl.cli", "fedx_pl.api"))]
+above = ("fedx_pl.config", "fedx_pl.cli", "fedx_pl.api")
+assert not [name for name in sys.modules if name.startswith(above)]
 """
 
 

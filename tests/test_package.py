@@ -1,12 +1,17 @@
 """What is installed: the public names, the metadata, and a wheel that works outside the checkout."""
 
+import configparser
 import os
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +74,106 @@ def test_one_version_is_told_everywhere() -> None:
     assert any(
         one.get("value") == "2207.09158" for one in citation["preferred-citation"]["identifiers"]
     )
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTION = re.compile(r"(actions|pypa)/[a-z-]+@(v\d+|release/v\d+)")
+INDEX_TOKEN = {"id-token": "write"}
+
+
+def jobs_of(workflow: Path) -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(workflow.read_text())["jobs"]
+
+
+def steps_of(workflow: Path) -> list[dict[str, Any]]:
+    return [step for job in jobs_of(workflow).values() for step in job.get("steps", [])]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_only_read_and_pins_its_actions(workflow: Path) -> None:
+    assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
+    for name, job in jobs_of(workflow).items():
+        assert job.get("permissions") == (INDEX_TOKEN if name == "publish" else None)
+        assert "uses" in job or job["timeout-minutes"] <= 120
+    for step in steps_of(workflow):
+        assert "run" in step or ACTION.fullmatch(step["uses"]), step
+        if step.get("uses", "").startswith("actions/setup-python"):
+            assert step["with"]["cache"] == "pip"
+            assert (ROOT / step["with"]["cache-dependency-path"]).exists()
+
+
+def test_workflows_run_make_targets_that_exist() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make: apt-get install make")
+    runs = [step["run"] for workflow in WORKFLOWS for step in steps_of(workflow) if "run" in step]
+    targets = {
+        target for line in runs for target in re.findall(r"\bmake (?:--\w+ )*([a-z-]+)", line)
+    }
+    assert targets == {"lint", "test-fast", "test-slow", "docs", "dist", "version"}
+    assert all("make " in line for line in runs)
+    for target in sorted(targets):
+        command = ["make", "--dry-run", "PYTHON=python", target]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE)
+    version = subprocess.run(
+        ["make", "--silent", "version"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert version.stdout == f"{fedx_pl.__version__}\n"
+
+
+def test_ci_tests_the_versions_of_python_that_are_supported() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    tried = jobs_of(ROOT / ".github/workflows/ci.yml")["test"]["strategy"]["matrix"]["python"]
+    claimed = re.findall(r"Python :: (3\.\d+)", setup["metadata"]["classifiers"])
+    assert set(claimed) <= set(tried)
+    assert setup["options"]["python_requires"] == f">={tried[0]}"
+
+
+def test_a_release_is_tested_and_published_without_a_stored_token() -> None:
+    jobs = jobs_of(ROOT / ".github/workflows/release.yml")
+    assert jobs["test"]["uses"] == "./.github/workflows/ci.yml"
+    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert jobs["publish"]["environment"] == "pypi"
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_hooks_of_pre_commit_are_programs_that_the_dev_extra_brings() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks:
+        program = hook["entry"].split()[0]
+        assert program.replace(".venv/bin", "$(BIN)") in makefile
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert "pre-commit" in setup["options.extras_require"]["dev"]
+
+
+def test_templates_and_the_security_policy_name_files_that_exist() -> None:
+    pages = [ROOT / "SECURITY.md", *(ROOT / ".github").rglob("*.md")]
+    assert len(pages) == 5
+    for page in pages:
+        for name in re.findall(r"`((?:docs|tests)/[\w./-]+|[A-Z]+\.md)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_changelog_says_where_a_renamed_python_name_is_now() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", table, re.MULTILINE)
+    names = [(old, new) for old, new in rows if new.startswith("fedx_pl.")]
+    assert len(names) > 10
+    for old, new in names:
+        assert pkgutil.resolve_name(new) is not None
+        with pytest.raises((ImportError, AttributeError)):
+            resolve_function_or_class(old)
+
+
+def resolve_function_or_class(name: str) -> object:
+    """What a name stands for, unless a module took the place of what it was."""
+    thing = pkgutil.resolve_name(name)
+    if isinstance(thing, ModuleType):
+        raise AttributeError(name)
+    return thing
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +251,8 @@ def test_a_wheel_has_all_files_and_no_others(wheel: Path) -> None:
         files = [*folder.rglob("*.yaml")] if folder.name == "configs" else [*folder.glob("*.yaml")]
         data |= {Path("fedx_pl") / home / path.relative_to(folder) for path in files}
     tables = Path("fedx_pl/experiments/definitions/paper/tables.yaml")
+    templates = (ROOT / "src" / "fedx_pl" / "experiments" / "templates").iterdir()
+    data |= {path.relative_to(ROOT / "src") for path in templates}
     expected = {*modules, *data, tables, Path("fedx_pl/py.typed")}
     packed = {Path(name) for name in names if ".dist-info/" not in name}
     assert packed == expected

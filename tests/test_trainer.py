@@ -1,4 +1,7 @@
-"""Whole small federations: the rounds against a hand-written loop, sampling, resuming, dropping, one run folder."""
+"""Whole small federations.
+
+The rounds against a hand-written loop, sampling, resuming, dropping, one run folder.
+"""
 
 import csv
 import json
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Watching, fitted, made
+from helpers import Watching, fitted, made, same
 from safetensors.torch import load_file
 
 from fedx_pl.callbacks.base import RoundCallback
@@ -31,14 +34,13 @@ def weights(result: FederatedTrainer) -> dict[str, torch.Tensor]:
     return load_file(newest / "global.safetensors")
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 @pytest.mark.parametrize("fedx", [False, True])
-def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool) -> None:
-    """Two rounds of BYOL with three clients, without trainer, checkpoints or FedAvg: a loop and a plain mean."""
-    config = compose([*tiny, "method=byol", f"fedx={fedx}".lower()])
+def test_rounds_equal_a_hand_written_loop_to_the_bit(quick: list[str], fedx: bool) -> None:
+    """Two rounds of BYOL with three clients, without trainer, checkpoints or FedAvg.
+
+    A loop and a plain mean.
+    """
+    config = compose([*quick, "method=byol", f"fedx={fedx}".lower()])
     result = run(config)
 
     again = made(config)
@@ -75,10 +77,10 @@ def test_rounds_equal_a_hand_written_loop_to_the_bit(tiny: list[str], fedx: bool
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
     first, second, other = (
-        run(compose([*tiny, f"run.dir={tmp_path / name}", f"seed={seed}"]))
+        run(compose([*quick, f"run.dir={tmp_path / name}", f"seed={seed}"]))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert same(weights(first), weights(second))
@@ -87,11 +89,11 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not(
 
 
 @pytest.mark.parametrize("method", ["byol", "moco", "protocl", "fedu"])
-def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
-    tiny: list[str], tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_run_resumes_to_the_same_weights_and_metrics(
+    quick: list[str], tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the middle of round 2, after its first client trained."""
-    overrides = [*tiny, f"method={method}", "fedx=true", "federation.rounds=3"]
+    overrides = [*quick, f"method={method}", "fedx=true", "federation.rounds=3"]
     whole = run(compose([*overrides, f"run.dir={tmp_path / 'whole'}"]))
     config = compose([*overrides, f"run.dir={tmp_path / 'broken'}"])
     train = LocalTrainer.run
@@ -107,7 +109,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     monkeypatch.undo()
     display = Watching()
     resumed = run(config, display)
-    assert any("going on after round 1" in note for note in display.notes)
+    assert any("resuming after round 1" in note for note in display.notes)
     assert same(weights(whole), weights(resumed))
     timeless = [{k: v for k, v in row.items() if "second" not in k} for row in whole.history]
     assert timeless == [
@@ -115,8 +117,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights_and_metrics(
     ]
 
 
-def test_a_finished_run_is_not_run_again(tiny: list[str]) -> None:
-    config = compose(tiny)
+def test_a_finished_run_is_not_run_again(quick: list[str]) -> None:
+    config = compose(quick)
     first = run(config)
     display = Watching()
     again = run(config, display)
@@ -162,22 +164,22 @@ def test_loss_curves_of_a_client_never_restart(tiny: list[str]) -> None:
     assert [event.step for event in events.Scalars("accuracy/knn_top1")] == [0, 1, 2, 3]
 
 
-def test_a_split_can_be_given_back(tiny: list[str], tmp_path: Path) -> None:
-    first = run(compose([*tiny, "partition.beta=0.2"]))
+def test_a_saved_split_can_be_used_again(quick: list[str], tmp_path: Path) -> None:
+    first = run(compose([*quick, "partition.beta=0.2"]))
     file = tmp_path / "my-split.json"
     file.write_text((first.folder / "split.json").read_text())
-    again = run(compose([*tiny, f"partition.file={file}"]))
+    again = run(compose([*quick, f"partition.file={file}"]))
     assert same(weights(first), weights(again))
     with pytest.raises(UserError, match=r"type federation\.clients=3"):
-        run(compose([*tiny, f"partition.file={file}", "federation.clients=4"]))
+        run(compose([*quick, f"partition.file={file}", "federation.clients=4"]))
 
 
 def test_sampled_rounds_train_a_share_of_the_clients_and_find_their_state_again(
-    tiny: list[str],
+    quick: list[str],
 ) -> None:
     config = compose(
         [
-            *tiny,
+            *quick,
             "method=moco",
             "federation.clients=6",
             "federation.fraction=0.5",
@@ -210,12 +212,12 @@ def poison(monkeypatch: pytest.MonkeyPatch, clients: set[int]) -> None:
     monkeypatch.setattr(LocalTrainer, "run", broken)
 
 
-def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_broken_update_is_dropped_with_a_note_and_the_round_continues(
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1})
     display = Watching()
-    result = run(compose([*tiny, "method=byol"]), display)
+    result = run(compose([*quick, "method=byol"]), display)
     assert [row["dropped"] for row in result.history] == [1, 1]
     assert any("client 1" in note and "conv1.weight holds NaN" in note for note in display.notes)
     assert all(
@@ -224,41 +226,41 @@ def test_a_broken_update_is_dropped_loudly_and_the_round_goes_on(
 
 
 def test_too_few_good_updates_stop_the_run_with_its_state_saved(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {0, 1})
     with pytest.raises(UserError, match=r"round 1 has 1 good updates, federation.min_clients=2"):
-        run(compose([*tiny, "federation.min_clients=2"]))
+        run(compose([*quick, "federation.min_clients=2"]))
 
 
 def test_a_folder_of_another_config_is_refused_with_the_keys_that_differ(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "mine"
-    run(compose([*tiny, f"run.dir={folder}"]))
+    run(compose([*quick, f"run.dir={folder}"]))
     before = (folder / "config.yaml").read_text()
     with pytest.raises(UserError, match=r"optim\.lr: 0\.01 -> 0\.5"):
-        run(compose([*tiny, f"run.dir={folder}", "optim.lr=0.5"]))
+        run(compose([*quick, f"run.dir={folder}", "optim.lr=0.5"]))
     assert (folder / "config.yaml").read_text() == before
     with pytest.raises(UserError, match="holds a run already"):
-        run(compose([*tiny, f"run.dir={folder}", "resume=never"]))
+        run(compose([*quick, f"run.dir={folder}", "resume=never"]))
 
 
-def test_a_folder_of_other_files_is_refused(tiny: list[str], tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_refused(quick: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "cat.jpg").write_bytes(b"meow")
     with pytest.raises(UserError, match="not empty and holds no run"):
-        run(compose([*tiny, f"run.dir={folder}"]))
+        run(compose([*quick, f"run.dir={folder}"]))
 
 
-def test_the_same_keys_with_other_images_are_refused(tiny: list[str], tmp_path: Path) -> None:
+def test_the_same_keys_with_other_images_are_refused(quick: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = run(compose([*tiny, f"run.dir={folder}"]))
+    first = run(compose([*quick, f"run.dir={folder}"]))
     split = (folder / "split.json").read_text()
     file = tmp_path / "split.json"
     file.write_text(split)
-    config = compose([*tiny, f"partition.file={file}"])
+    config = compose([*quick, f"partition.file={file}"])
     run(config)
     content = json.loads(split)
     content["clients"][0], content["clients"][1] = content["clients"][1], content["clients"][0]
@@ -277,16 +279,16 @@ def test_two_folders_of_images_are_two_runs() -> None:
     assert a.run_folder != b.run_folder
 
 
-def test_leaving_out_the_relational_terms_changes_nothing_else(tiny: list[str]) -> None:
-    whole = made(compose([*tiny, "fedx=true"])).trainer
+def test_leaving_out_the_relational_terms_changes_nothing_else(quick: list[str]) -> None:
+    whole = made(compose([*quick, "fedx=true"])).trainer
     off = ["fedx.local_relation=0", "fedx.global_relation=0"]
-    ablated = made(compose([*tiny, "fedx=true", *off])).trainer
+    ablated = made(compose([*quick, "fedx=true", *off])).trainer
     assert whole.client_data(0, 1).batch_size == ablated.client_data(0, 1).batch_size == 16
     assert ablated.client_data(0, 1).relation_size == 0
 
 
 def test_memory_of_a_round_does_not_hold_every_client_s_weights(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import weakref
 
@@ -302,12 +304,12 @@ def test_memory_of_a_round_does_not_hold_every_client_s_weights(
         return update
 
     monkeypatch.setattr(LocalTrainer, "run", watched)
-    run(compose([*tiny, "federation.clients=8", "partition.kind=iid"]))
+    run(compose([*quick, "federation.clients=8", "partition.kind=iid"]))
     assert most <= 1
 
 
-def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(
-    tmp_path: Path, tiny: list[str]
+def test_unlabeled_images_train_without_accuracies_but_with_alarms(
+    tmp_path: Path, quick: list[str]
 ) -> None:
     from PIL import Image
 
@@ -316,7 +318,7 @@ def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(
         (images / f"site{i % 2}").mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(i).integers(0, 255, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(images / f"site{i % 2}" / f"{i}.png")
-    overrides = [o for o in tiny if not o.startswith(("data.", "federation.clients"))]
+    overrides = [o for o in quick if not o.startswith(("data.", "federation.clients"))]
     overrides += [
         "data=folder",
         f"data.root={images}",
@@ -338,13 +340,13 @@ def test_unlabelled_images_train_without_accuracies_but_not_without_alarms(
     assert not (result.folder / "accuracy.png").exists()
 
 
-def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
-    config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
+def test_a_run_folder_has_one_writer(quick: list[str], tmp_path: Path) -> None:
+    config = compose([*quick, f"run.dir={tmp_path / 'run'}"])
 
     class Second(RoundCallback):
         def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
             with pytest.raises(
-                UserError, match=r"another process is training in .*run.dir=ANOTHER"
+                UserError, match=r"another process is training in .*use another folder"
             ):
                 run(config)
 
@@ -352,10 +354,13 @@ def test_a_run_folder_has_one_writer(tiny: list[str], tmp_path: Path) -> None:
     run(config)
 
 
-def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_round_reports_what_an_earlier_process_trained(
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clients' steps and images are no work of this process: not in the ETA, and not in its images per second."""
+    """Its clients' steps and images are no work of this process.
+
+    Not in the ETA, and not in its images per second.
+    """
     monkeypatch.setattr(checkpoint, "WORTH", 0.0)
 
     class Stop(Exception):
@@ -381,7 +386,7 @@ def test_a_resumed_round_tells_what_an_earlier_process_had_trained(
             if len(record.updates) + 1 == self.stop_at:
                 raise Stop
 
-    words = [*tiny, f"run.dir={tmp_path / 'run'}"]
+    words = [*quick, f"run.dir={tmp_path / 'run'}"]
     first, second = Starts(), Starts()
     first.stop_at = 1
     with pytest.raises(Stop):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedx_pl.mixins import FedCAMixin, FedXMixin, FedXOptions, MoonMixin
     from fedx_pl.trainer import FederatedTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BYOL", "IID", "AggregateOptions", "Aggregator", "AugmentOptions", "ClassesPerClient", "Dirichlet",
     "EarlyStopping", "Embeddings", "Encoder", "Engine", "EngineOptions", "Evaluation", "EvaluationOptions",

@@ -1,4 +1,4 @@
-"""The command line's power in Python::
+"""`federate()`: a whole run as one Python call.
 
 from fedx_pl import federate
 
@@ -31,6 +31,7 @@ from fedx_pl.data.sources import of_arrays, pairs
 from fedx_pl.errors import UserError
 from fedx_pl.federation.identity import flat
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.printing import setting
 from fedx_pl.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ class Federation:
         """The trained encoder, in eval mode on the CPU."""
         from fedx_pl.encoder.load import Encoder
 
-        return Encoder.of(self.folder, allow_code=True)  # This process has run it.
+        return Encoder.of(self.folder, allow_code=True)  # This process has run the code.
 
     @cached_property
     def history(self) -> pandas.DataFrame:
         """Losses, accuracies and times, one row per round; row 0 is the untrained network."""
-        import pandas  # Here, for it takes a second.
+        import pandas  # Here, since it takes a second to import.
 
         rows: list[dict[str, Any]] = [{"round": 0, **self.trainer.untrained}, *self.trainer.history]
         return pandas.DataFrame(rows).set_index("round")
@@ -89,44 +90,46 @@ def federate(
     quiet: bool = False,
     **settings: Any,
 ) -> Federation:
-    """Runs a federation, or goes on with it; a finished one is read.
+    """Runs a federation, or resumes it; a finished one is read.
 
     Args:
         experiment: ``DATA-METHOD`` or ``DATA-METHOD-fedx``; empty if overrides say it.
         overrides: ``key=value``, as on the command line.
         method: a name as on the command line, or a class of your own.
-        data: a name as on the command line, or images of your own: a pair of arrays, two such pairs to train on and
-            to evaluate on, or `ImageData`.
+        data: a name as on the command line, or images of your own: a pair of arrays, two such pairs
+            to train on and to evaluate on, or `ImageData`.
         callbacks: round callbacks, or their names as on the command line.
-        logger: False for none, Lightning loggers, or names as on the command line; a TensorBoard dashboard if not
-            given.
+        logger: False for none, Lightning loggers, or names as on the command line; a TensorBoard
+            dashboard if not given.
         quiet: print nothing.
-        settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile`` (``paper`` with a GPU and ``cpu`` without
-            if not given), ..., or whole groups as mappings: ``optim={"lr": 0.02}``.
+        settings: ``rounds``, ``clients``, ``epochs``, ``seed``, ``profile`` (``paper`` with a GPU
+            and ``cpu`` without if not given), ..., or whole groups as mappings: ``optim={"lr":
+            0.02}``.
 
     Raises:
         UserError: as on the command line.
     """
-    words = [f"experiment={experiment}"] if experiment else []
+    all_overrides = [f"experiment={experiment}"] if experiment else []
     if method:
-        words.append(f"method={_method(method)}")
+        all_overrides.append(f"method={_method(method)}")
     if isinstance(data, str) and data:
-        words.append(f"data={data}")
+        all_overrides.append(f"data={data}")
     given = flat({_SHORT.get(key, key): value for key, value in settings.items()})
-    words += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
-    named, own = _parted("callbacks", callbacks, RoundCallback)
-    words += [f"callbacks={_text(named)}"] if named or own else []
+    all_overrides += [*overrides, *(f"{key}={_text(value)}" for key, value in given.items())]
+    names, objects = _names_and_objects("callbacks", callbacks, RoundCallback)
+    all_overrides += [f"callbacks={_text(names)}"] if names or objects else []
     if logger is not None and logger is not True:
-        named, loggers = _parted("logger", [] if logger is False else logger, Logger)
-        words.append(f"logger={_text(named)}")
-        own += [Loggers(loggers)] if loggers else []
-    config = compose(words)
-    images = None if isinstance(data, str) else _images(data, words)
+        given_loggers = [] if logger is False else logger
+        names, loggers = _names_and_objects("logger", given_loggers, Logger)
+        all_overrides.append(f"logger={_text(names)}")
+        objects += [Loggers(loggers)] if loggers else []
+    config = compose(all_overrides)
+    images = None if isinstance(data, str) else _images(data, all_overrides)
     if quiet:
-        return Federation(build(config, lambda line: None, images=images, callbacks=own).fit())
+        return Federation(build(config, lambda _: None, images=images, callbacks=objects).fit())
     console = make_console()
     console.print(announcement(config), soft_wrap=True)
-    run = build(config, images=images, callbacks=[*own, ProgressBar(console)])
+    run = build(config, images=images, callbacks=[*objects, ProgressBar(console)])
     if lacks_gpu(config):
         run.trainer.callbacks.append(Expectation(run, run.trainer.note))
     return Federation(run.fit())
@@ -138,8 +141,8 @@ def _method(method: object) -> str:
     if isinstance(method, SSLMethod):
         name = type(method).__name__
         raise UserError(
-            f"method is a {name} that is made already, and federate makes it from its settings; write method={name}, "
-            f"or FederatedTrainer(...).fit(model, data)"
+            f"method is a {name} that is made already, and federate makes it from its settings; "
+            f"write method={name}, or FederatedTrainer(...).fit(model, data)"
         )
     if not isinstance(method, type):
         raise UserError(
@@ -148,41 +151,42 @@ def _method(method: object) -> str:
     return bring(method)
 
 
-def _images(data: Any, words: Sequence[str]) -> ImageData:
-    """Images of one's own; words about others would do nothing beside them."""
+def _images(data: Any, overrides: Sequence[str]) -> ImageData:
+    """The user's images; overrides about other images are refused."""
     if isinstance(data, pl.LightningDataModule):
         raise UserError(
-            f"data is a {type(data).__name__}, which has settings of its own; write data=(images, labels) and the "
-            f'settings here, e.g. clients=10, **{{"optim.batch_size": 64}}, or FederatedTrainer(...).fit(model, data)'
+            f"data is a {type(data).__name__}, which has settings of its own; write "
+            f"data=(images, labels) and the settings here, e.g. clients=10, "
+            f'**{{"optim.batch_size": 64}}, or FederatedTrainer(...).fit(model, data)'
         )
-    idle = [
-        word
-        for word in words
-        if word.startswith("data") and not word.startswith(("data.mean=", "data.std="))
+    unused = [
+        override
+        for override in overrides
+        if override.startswith("data") and not override.startswith(("data.mean=", "data.std="))
     ]
-    if idle:
-        raise UserError(f"{idle[0]} does nothing beside images of your own; leave it or data out")
+    if unused:
+        raise UserError(f"{unused[0]} does nothing beside images of your own; leave it or data out")
     return data if isinstance(data, ImageData) else of_arrays(*pairs(data))
 
 
-def _parted(name: str, given: Any, kind: type) -> tuple[list[str], list[Any]]:
-    """Words and objects, from one, several or none."""
-    several = [] if given is None else list(given) if isinstance(given, Sequence | set) else [given]
-    if isinstance(given, str):
-        several = [given]
-    if wrong := [one for one in several if not isinstance(one, str | kind)]:
+def _names_and_objects(argument: str, given: Any, kind: type) -> tuple[list[str], list[Any]]:
+    """The names and the objects in an argument that is one of them, several or None."""
+    if given is None:
+        return [], []
+    several = isinstance(given, Sequence | set) and not isinstance(given, str)
+    items = list(given) if several else [given]
+    if wrong := [item for item in items if not isinstance(item, str | kind)]:
         shown = (
             wrong[0].__name__ if isinstance(wrong[0], type) else f"{type(wrong[0]).__name__}(...)"
         )
         raise UserError(
-            f"{name}={shown} is not possible; write {name}=[...] of words and {kind.__name__} objects"
+            f"{argument}={shown} is not possible; write {argument}=[...] of names and "
+            f"{kind.__name__} objects"
         )
-    return [one for one in several if isinstance(one, str)], [
-        one for one in several if not isinstance(one, str)
-    ]
+    names = [item for item in items if isinstance(item, str)]
+    objects = [item for item in items if not isinstance(item, str)]
+    return names, objects
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)
+    return setting(value)

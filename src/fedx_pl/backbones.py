@@ -3,14 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedx_pl.errors import UserError, known_names
+from fedx_pl.errors import UserError, first_line, nearest
+from fedx_pl.options import OptionError, Options, option
 
 # Blocks per stage. resnet10 is no torchvision model: one block per stage, for CPUs.
 _STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
@@ -23,22 +24,21 @@ _LARGE = 96  # From this side on the stem that shrinks the image four-fold pays.
 
 
 @dataclass(frozen=True)
-class BackboneOptions:
+class BackboneOptions(Options):
     """Which encoder is trained."""
 
-    name: str = field(
-        default="resnet18",
-        metadata={"help": "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet"},
+    name: str = option("resnet18", "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet")
+    width: int = option(
+        64,
+        "channels of the first stage; 64 is the full network, 16 a thin one",
+        at_least=1,
+        at_most=2**16,
     )
-    width: int = field(
-        default=64,
-        metadata={"help": "channels of the first stage; 64 is the full network, 16 a thin one"},
-    )
-    stem: str = field(
-        default="auto",
-        metadata={
-            "help": "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | auto by image size"
-        },
+    stem: str = option(
+        "auto",
+        "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | "
+        "auto by image size",
+        choices=("auto", "cifar", "half", "imagenet"),
     )
 
 
@@ -70,25 +70,17 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
 
 
 def require_possible(options: BackboneOptions) -> None:
-    """Raises a `UserError` if there is no such encoder; takes no time, so that it can come before data are fetched."""
-    if options.stem not in ("auto", "cifar", "half", "imagenet"):
-        raise UserError(
-            f"backbone.stem={options.stem} is not a stem; type backbone.stem=auto, cifar, half or imagenet"
-        )
-    if not hasattr(options.width, "__index__") or options.width < 1:
-        raise UserError(
-            f"backbone.width={options.width!r} must be a whole number of at least 1; type backbone.width=64 for the "
-            f"full network"
-        )
+    """Raises an `OptionError` if there is no such encoder; fast enough to come before anything else."""
     if options.name in _STAGES:
         return
     if options.name not in BACKBONES:
-        instead = known_names(options.name, list(BACKBONES), prefix="backbone.name=")
-        raise UserError(f"backbone.name={options.name} is not known{instead}")
+        guess = nearest(options.name, BACKBONES)
+        likely = f"{{name}}={guess}, or " if guess else ""
+        advice = f"{likely}one of {', '.join(BACKBONES)}"
+        raise OptionError("name", options.name, "is not known", advice, BackboneOptions)
     if options.width != 64:
-        raise UserError(
-            f"backbone.width={options.width} works with {', '.join(_STAGES)} only, not with {options.name}"
-        )
+        problem = f"works with {', '.join(_STAGES)} only, not with {options.name}"
+        raise OptionError("width", options.width, problem, "{width}=64", BackboneOptions)
 
 
 _RESNETS = [
@@ -120,7 +112,7 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
     try:
         features = passed(network, torch.zeros(shape))
     except Exception as error:  # Whatever a stranger's network raises.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"the backbone {name} has no feature_dim, and a forward pass of images {shape} fails ({reason}); set "
             f"backbone.feature_dim to the number of its features"

@@ -9,8 +9,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import SequenceMatcher
-from importlib.metadata import PackageNotFoundError, distribution
-from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -34,17 +32,22 @@ class UserError(Exception):
     """
 
 
-def require(key: str, value: object, possible: bool, instead: str) -> None:
-    """Raises a `UserError` for ``key=value`` unless it is possible.
+def require(flag: str, value: object, possible: bool, instead: str) -> None:
+    """Raises a `UserError` for a flag of the command line unless its value is possible.
 
     Args:
-        key: as typed on the command line.
+        flag: as it is typed, e.g. ``--count``.
         value: that was given.
         possible: the check; write it so that NaN fails.
         instead: what to type.
     """
     if not possible:
-        raise UserError(f"{key}={short(value)} is not possible; type {instead}")
+        raise UserError(f"{flag}={short(value)} is not possible; type {instead}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, which may be many; its type if it says nothing."""
+    return str(error).strip().partition("\n")[0].strip() or type(error).__name__
 
 
 def short(value: object) -> str:
@@ -77,24 +80,6 @@ def has_controls(text: str) -> bool:
     return bool(lone) or "Cc" in categories.values()
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """The value of an argument that is a whole number, as an int.
-
-    Args:
-        name: of the argument.
-        value: that was given; numpy's integers count, True and 3.0 do not.
-        least: the smallest one that is possible.
-
-    Raises:
-        UserError: it is something else.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-        raise UserError(
-            f"{name}={value!r} is not possible; write {name}={least}, or a larger whole number"
-        )
-    return index(value)
-
-
 def options_of(name: str, value: Any, kind: type[Options]) -> Options:
     """The value of an argument that is an options object; None stands for the usual one.
 
@@ -117,7 +102,7 @@ def options_of(name: str, value: Any, kind: type[Options]) -> Options:
 
 @contextmanager
 def in_arguments(wanted: bool = True) -> Iterator[None]:
-    """A `UserError` that is raised within speaks of arguments, not of keys: the user made the objects in Python.
+    """Makes a `UserError` of `data.sources` speak of arguments: it names ``data.*`` keys.
 
     Args:
         wanted: False leaves it as it is.
@@ -125,29 +110,12 @@ def in_arguments(wanted: bool = True) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not wanted or _as_arguments(str(error)) == str(error):
+        text = re.sub(
+            r"(?<![\w./=\"'-])data\.(?=[a-z])", "", str(error).replace("data.name", "source")
+        )
+        if not wanted or text == str(error):
             raise
-        raise UserError(_as_arguments(str(error))) from error.__cause__
-
-
-# Keys that are called otherwise in Python, or belong to an object of their own; others have the name of their argument.
-_ARGUMENTS = {
-    "federation.rounds": "max_rounds", "federation.epochs": "local_epochs", "federation.fraction": "clients_per_round",
-    "run.dir": "default_root_dir", "run.root": "default_root_dir", "run.device": "accelerator", "data.name": "source",
-    "partition.kind=iid": "partition=IID()", "partition.kind=dirichlet": "partition=Dirichlet()",
-    "partition.kind=classes": "partition=ClassesPerClient()", "partition.kind=quantity": "partition=QuantitySkew()",
-    "partition.kind=folders": "partition=Folders()",
-}  # fmt: skip
-_KEY = re.compile(r"(?<![\w./=\"'-])(federation|run|data|optim|partition)\.([a-z]\w*)(=[a-z]+\b)?")
-
-
-def _as_arguments(message: str) -> str:
-    def argument(found: re.Match[str]) -> str:
-        group, name, value = found[1], found[2], found[3] or ""
-        key = f"{group}.{name}"
-        return _ARGUMENTS.get(key + value) or _ARGUMENTS.get(key, name) + value
-
-    return re.sub(r"\btype (?!of\b)", "write ", _KEY.sub(argument, message))
+        raise UserError(re.sub(r"\btype (?!of\b)", "write ", text)) from error.__cause__
 
 
 def wrong_type(key: str, value: object, usual: object) -> str:
@@ -241,6 +209,8 @@ def install_hint(extra: str) -> str:
 
 def _checkout() -> Path | None:
     """The folder of an editable install."""
+    from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
+
     try:
         text = distribution("fedx-pl").read_text("direct_url.json")
     except PackageNotFoundError:  # Nothing is installed, and the source is on the path.
@@ -255,6 +225,8 @@ def _checkout() -> Path | None:
 
 def _requirements(extra: str) -> list[str]:
     """What an extra adds, as in the metadata of the installed package."""
+    from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
+
     try:
         lines = distribution("fedx-pl").requires or []
     except PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""What `pl.Trainer` is for one machine, `FederatedTrainer` is for a federation: the rounds.
+"""`FederatedTrainer`, which is for a federation what `pl.Trainer` is for one machine.
 
     data = FederatedDataModule("cifar10", partition=Dirichlet(clients=10, beta=0.5))
     trainer = FederatedTrainer(max_rounds=3, local_epochs=1, default_root_dir="runs/try")
     trainer.fit(FedXBYOL(resnet18(width=16)), data)
     trainer.evaluate()
 
-A round has four numbered steps, in `FederatedTrainer._run_round`. Everything else is a callback.
+A round has four numbered steps, in `FederatedTrainer._run_round`. All else is done by callbacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pytorch_lightning.loggers import Logger
 from fedx_pl import engines
 from fedx_pl.callbacks import arguments
 from fedx_pl.callbacks.angle import Angle
-from fedx_pl.callbacks.arguments import speaks_of_arguments
 from fedx_pl.callbacks.base import RoundCallback, kept_state
 from fedx_pl.callbacks.built_in import all_callbacks
 from fedx_pl.callbacks.health import HealthOptions
@@ -37,21 +36,17 @@ from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
 from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
-from fedx_pl.federation.checkpoint import (
-    DAMAGED,
-    Checkpoints,
-    ClientRecord,
-    RunState,
-    UnfinishedRound,
-)
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
+from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundRecord
 from fedx_pl.federation.run_folder import open_run
+from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState
 from fedx_pl.files import require_there
 from fedx_pl.methods.base import SSLMethod
 
@@ -61,44 +56,46 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FederatedTrainer(Attached):
-    """Trains one model across clients, resuming after the last finished client if it is run again.
+    """Trains one model across clients. Run again, it resumes after the last finished client.
 
     Nothing happens before `fit`.
 
     Args:
         max_rounds: communication rounds.
         local_epochs: epochs that a client trains in a round.
-        clients_per_round: how many clients train in a round: a share if it is a float (1.0: all of them), a number
-            if it is an int.
+        clients_per_round: how many clients train in a round: a float is a share (1.0: all of them),
+            an int a number.
         min_clients: good updates that a round needs.
         batchnorm: ``average`` BatchNorm's statistics too, or keep each client's own (``local``).
-        aggregate: the rule that makes one model of the clients'; the weighted mean if not given.
-        rule: one of your own; ``aggregate`` then has its settings.
-        regularizer: holds clients together by their weights, e.g. ``FedProx(mu=0.01)``.
+        aggregate: the rule that combines the clients' models; the weighted mean if not given.
+        rule: a rule of your own; ``aggregate`` then has its settings.
+        regularizer: keeps the clients' weights close, e.g. ``FedProx(mu=0.01)``.
         privacy: what a client does to its update before it leaves.
-        evaluation: how and how often the encoder is measured; None: never.
-        evaluations: of your own, whenever kNN is due.
+        evaluation: how and how often the encoder is evaluated; None: never.
+        evaluations: evaluations of your own, run whenever kNN is due.
         health: when to raise an alarm.
-        engine: where clients train: ``EngineOptions(name="ray")``, or a subclass of `Engine`; this process if not
-            given.
-        callbacks: what happens around the rounds.
+        engine: where clients train: ``EngineOptions(name="ray")``, or a subclass of `Engine`; this
+            process if not given.
+        callbacks: round callbacks.
         client_callbacks: Lightning callbacks of every client's `pl.Trainer`.
-        logger: True: a TensorBoard dashboard in the run folder; or Lightning loggers, which get the round's
-            numbers.
-        default_root_dir: the run folder; a folder in ``runs`` that is named after the run if not given.
+        logger: True: a TensorBoard dashboard in the run folder; or Lightning loggers, which get the
+            round's numbers.
+        default_root_dir: the run folder; a folder in ``runs`` named after the run if not given.
         accelerator: ``auto``, ``cpu`` or ``gpu``.
         devices: which GPU, e.g. ``[1]``; the first if not given.
-        precision: as of `pl.Trainer`, or ``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, else
-            32-true.
+        precision: as for `pl.Trainer`, or ``auto``: bf16-mixed on GPUs that have it, 16-mixed on
+            older ones, else 32-true.
         compile: run the networks through `torch.compile`.
         threads: CPU threads; 0: torch's choice.
-        seed: all randomness of the rounds derives from it. The model's first weights are the caller's.
-        max_time: no round begins after so long, as of `pl.Trainer`: ``"00:12:00:00"``, a timedelta, a dict.
-        fast_dev_run: one round of one batch, or of so many, with two clients, in a folder that is deleted.
+        seed: all randomness of the rounds derives from it, but not the model's first weights.
+        max_time: no round begins after this time; as for `pl.Trainer`: ``"00:12:00:00"``, a
+            timedelta, a dict.
+        fast_dev_run: one round of one batch, or of this many, with two clients, in a temporary
+            folder.
         enable_progress_bar: show progress on the terminal.
         keep: how many checkpoints to keep.
-        client_curves: how many clients have drift, angle and curves of their own.
-        resume: go on with what the run folder holds; False: the folder must be new.
+        client_curves: how many clients get drift, angle and curves of their own.
+        resume: resume the run in the run folder; False: the folder must be new.
         fork: a run folder to take the first weights from.
         identity: how the run is described in its folder; made from the objects if not given.
     """
@@ -141,29 +138,30 @@ class FederatedTrainer(Attached):
         arguments.settle(self)
         if self.fast_dev_run:
             self.max_rounds = self.local_epochs = 1
-            self.clients_per_round, self.evaluation, self.logger = 2, None, False
+            self.clients_per_round = 2
+            self.evaluation = None
+            self.logger = False
         self.callbacks = all_callbacks(self)
         self.made_with = made_with(self)
         self.should_stop = False
-        self.excluded: list[int] = []  # clients that are not asked
-        self.untrained_seconds = 0.0  # of measuring the untrained network
+        self.excluded: list[int] = []  # clients in quarantine
+        self.untrained_seconds = 0.0  # of evaluating the untrained network
         self.state = RunState()
         self.global_state = GlobalState(weights={})
         self._record: RoundRecord | None = None
         self._holds_a_run = False
 
-    # --- what to call -------------------------------------------------------------------------------------------------
+    # --- public methods ---------------------------------------------------------------------------
 
-    @speaks_of_arguments
     def fit(self, model: SSLMethod, data: FederatedDataModule) -> None:
-        """Trains to the last round; everything of a finished round is on disk before the next begins.
+        """Trains to the last round. A finished round is on disk before the next one begins.
 
         Args:
             model: holds the first weights; at the end, those of the last round.
-            data: the clients' images; what is no `FederatedDataModule` is made one.
+            data: the clients' images; anything but a `FederatedDataModule` is turned into one.
 
         Raises:
-            UserError: the run folder holds another run, or something cannot be done; it says what to do instead.
+            UserError: the run folder holds another run, or an argument is not possible.
         """
         self.attach(model, data)
         with self._open():
@@ -174,27 +172,26 @@ class FederatedTrainer(Attached):
                     self._call("on_fit_start")
                     while self.current_round < self.max_rounds and not self.should_stop:
                         self._run_round()
-                    self.checkpoints.clear()  # Again, in case the last round was committed and then cut off.
+                    # Again, in case an earlier process was killed after its last commit.
+                    self.checkpoints.clear()
                     self.unfinished.clear()
                     self._call("on_fit_end")
             except BaseException as exception:
-                with ExitStack() as all_told:  # Each is told, whatever another does.
-                    all_told.callback(
-                        require_there, self.folder
-                    )  # If it is gone, that is why something failed.
+                with ExitStack() as hooks:  # All are called, even if one of them fails.
+                    # If the folder is gone, that is why something failed.
+                    hooks.callback(require_there, self.folder)
                     for callback in reversed(self._ready):
-                        all_told.callback(callback.on_exception, self, exception)
+                        hooks.callback(callback.on_exception, self, exception)
                 raise
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracies of the model that `fit` has trained, in percent, by kNN and by a linear probe."""
+        """Accuracies of the trained model in percent, by kNN and by a linear probe."""
         if not self._holds_a_run:
             raise UserError("there is nothing to evaluate yet; call fit(model, data) first")
         return self.evaluator.evaluate(self.model, self.device, knn=True, linear=True)
 
-    @speaks_of_arguments
     def attach(self, model: SSLMethod, data: FederatedDataModule) -> None:
-        """What `fit` begins with: loads the images and checks that all fits together. Nothing is written."""
+        """Loads the images and checks that all parts fit together, as `fit` does first."""
         self._holds_a_run = False
         if self.threads:
             torch.set_num_threads(self.threads)
@@ -203,7 +200,8 @@ class FederatedTrainer(Attached):
         data = arguments.matched(self, model, data)
         data.setup()
         arguments.require_fitting_network(model, data)
-        self.model, self.datamodule = model, data
+        self.model = model
+        self.datamodule = data
         self.evaluator = Evaluator(
             self.evaluation or EvaluationOptions(), data.images, data.augment.plain, seed=self.seed
         )
@@ -211,23 +209,24 @@ class FederatedTrainer(Attached):
         self.folder = Path(self.default_root_dir or Path("runs") / self.description.folder_name)
         arguments.require_possible(self)
 
-    # --- a round ------------------------------------------------------------------------------------------------------
+    # --- a round ----------------------------------------------------------------------------------
 
     def _run_round(self) -> None:
         number = self.current_round + 1
         # (1) Choose the clients and freeze what they all start from.
         clients = self.workplace.choose(number, away=self.excluded)
-        started = time.perf_counter()  # Now: real sites may have been waited for.
+        started = time.perf_counter()  # Only now, since real sites may have been waited for.
         record = self._record = RoundRecord(context=self._context(number), clients=clients)
         self._call("on_round_start", record)
-        # (2) Each trains by itself, and (3) is folded into the average as it comes back.
+        # (2) Each trains by itself, and (3) its update is aggregated as it arrives.
         rule = make_rule(self.aggregate, self.global_state, self.rule)
         saved = collect(self, record, rule)
         require_enough(self, record)
         self.global_state = next_state(self, record, rule, saved=saved)
         self.model.load_shared(self.global_state.weights)
         record.train_seconds = time.perf_counter() - started
-        # (4) Measure, log, save. What is logged and then not saved is cut off when the run is resumed.
+        # (4) Evaluate, log, save. Logs after the last saved round are cut off when a run is
+        # resumed.
         record.row = record.summary()
         self._call("on_round_end", record)
         self._commit(record, saved)
@@ -247,19 +246,21 @@ class FederatedTrainer(Attached):
         self.checkpoints.commit(self.state, self.global_state)
         self.unfinished.clear()
 
-    # --- the run folder -----------------------------------------------------------------------------------------------
+    # --- the run folder ---------------------------------------------------------------------------
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Makes the run folder ready, and everything what it was when the last round was saved."""
-        with ExitStack() as closing_all:
+        """Opens the run folder and restores the state of its last saved round."""
+        with ExitStack() as resources:
             if self.fast_dev_run:
-                self.folder = Path(closing_all.enter_context(tempfile.TemporaryDirectory()))
-            self.should_stop, self.excluded, self._record = False, [], None
+                self.folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+            self.should_stop = False
+            self.excluded = []
+            self._record = None
             self.checkpoints = Checkpoints(self.folder, self.keep)
             self.unfinished = UnfinishedRound(self.folder)
             lock, (self.state, global_state) = open_run(self)
-            closing_all.enter_context(lock)
+            resources.enter_context(lock)
             self.global_state = global_state.to(self.device)
             yield
 
@@ -272,15 +273,16 @@ class FederatedTrainer(Attached):
         self._holds_a_run = True
 
     def _restore(self, callback: RoundCallback) -> None:
-        """Gives a callback its state of the last round; a stranger may have written it."""
+        """Gives a callback its state of the last round, which may come from somebody else."""
         try:
             callback.load_state_dict(self.state.callbacks.get(callback.state_key, {}))
         except DAMAGED as error:
             raise UserError(
-                f"{self.folder}: its checkpoint has a state of {callback.state_key} that cannot be ({error})"
+                f"{self.folder}: its checkpoint has a state of {callback.state_key} that is not "
+                f"possible ({error})"
             ) from error
 
-    # --- who trains, and how ------------------------------------------------------------------------------------------
+    # --- local training ---------------------------------------------------------------------------
 
     def local_settings(self) -> dict[str, Any]:
         """The keyword arguments of `LocalTrainer`, wherever it trains."""
@@ -294,5 +296,5 @@ class FederatedTrainer(Attached):
         }
 
     def local_trainer(self) -> LocalTrainer:
-        """Trains clients in this process."""
+        """A `LocalTrainer` that trains clients in this process."""
         return LocalTrainer(self.model, device=self.device, tick=self.step, **self.local_settings())

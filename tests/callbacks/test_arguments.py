@@ -70,7 +70,7 @@ class Keeping(RoundCallback):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_rounds": 1.5}, r"max_rounds=1\.5 is not possible; write max_rounds=1, or a larger whole number"),
+        ({"max_rounds": 1.5}, r"max_rounds=1\.5 is not possible; write a whole number .* e\.g\. max_rounds=1"),
         ({"max_rounds": True}, r"max_rounds=True"),
         ({"max_rounds": "3"}, r"max_rounds='3'"),
         ({"local_epochs": -1}, r"local_epochs=-1"),
@@ -81,20 +81,20 @@ class Keeping(RoundCallback):
         ({"seed": -1}, r"seed=-1"),
         ({"seed": 0.5}, r"seed=0\.5"),
         ({"fast_dev_run": -2}, r"fast_dev_run=-2"),
-        ({"resume": "auto"}, r"resume='auto' is not possible; write resume=True or False"),
-        ({"clients_per_round": 2.5}, r"clients_per_round=2\.5 .*a share in \(0, 1\]"),
+        ({"resume": "auto"}, r"resume='auto' is not possible; write True or False"),
+        ({"clients_per_round": 2.5}, r"clients_per_round=2\.5 .*a share above 0 and of at most 1"),
         ({"clients_per_round": True}, r"clients_per_round=True"),
         ({"clients_per_round": "half"}, r"clients_per_round='half'"),
-        ({"batchnorm": "none"}, r"""batchnorm='none' .*batchnorm="average" or "local\""""),
+        ({"batchnorm": "none"}, r"batchnorm='none' .*write average or local"),
         ({"precision": "fp32"}, r"precision='fp32' is not possible; write auto or 32-true or bf16-mixed"),
-        ({"precision": "16-mixed", "accelerator": "cpu"}, r"^precision=16-mixed needs a GPU; write precision=auto"),
+        ({"precision": "16-mixed", "accelerator": "cpu"}, r"^precision='16-mixed' needs a GPU; write auto"),
         ({"accelerator": "tpu"}, r'accelerator="tpu" is not known; write accelerator="auto"'),
         ({"devices": 2}, r"devices=2 is not possible"),
         ({"devices": "all"}, r"devices='all'"),
         ({"devices": [0, 1]}, r"devices=\[0, 1\]"),
         ({"max_time": "12h"}, r"""max_time='12h' is not a time; write "00:12:00:00\""""),
         ({"max_time": 3600}, r"max_time=3600 is not a time"),
-        ({"default_root_dir": __file__}, r"default_root_dir=\S+ is not possible; write a folder; this is a file"),
+        ({"default_root_dir": __file__}, r"default_root_dir=\S+ is a file; write the name of a folder"),
         ({"default_root_dir": 3}, r"default_root_dir=3"),
         ({"callbacks": [pl.Callback()]}, r"callbacks=Callback\(\.\.\.\) .*write client_callbacks=\[Callback"),
         ({"callbacks": CSVLogger("x")}, r"callbacks=CSVLogger\(\.\.\.\) .*write logger=\[CSVLogger"),
@@ -374,7 +374,7 @@ def test_options_of_a_method_are_objects() -> None:
         FedXSimCLR(resnet10(width=4), fedx={})
     with pytest.raises(UserError, match=r"hidden_dim=2\.5 is not possible"):
         SimCLR(resnet10(width=4), hidden_dim=2.5)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"width='16' must be a whole number"):
+    with pytest.raises(UserError, match=r"width='16' is not possible; write a whole number"):
         resnet18("16")  # type: ignore[arg-type]
     assert SimCLR(resnet10(width=4), optim=OptimOptions(lr=0.1)).optim.lr == 0.1
 

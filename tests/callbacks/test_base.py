@@ -1,4 +1,4 @@
-"""A callback of one's own has the power of the built-in ones: numbers, notes, a stop, and state in the checkpoint."""
+"""A user's callback can do what built-in ones do: numbers, notes, a stop, state."""
 
 import csv
 from pathlib import Path
@@ -31,15 +31,22 @@ class Everything(RoundCallback):
         return super().__getattribute__(name)
 
 
-def test_hooks_are_called_in_the_order_of_the_contract(tiny: list[str]) -> None:
+def test_hooks_are_called_in_the_order_of_the_contract(quick: list[str]) -> None:
     """Three clients; steps and notes come in between."""
     everything = Everything()
-    run([*tiny, "federation.rounds=1"], everything)
+    run([*quick, "federation.rounds=1"], everything)
     calls = [name for name in everything.calls if name not in ("on_client_steps", "on_note")]
     assert calls == [
-        "load_state_dict", "setup", "on_fit_start", "on_round_start", *["on_client_update"] * 3, "on_round_end",
-        "state_dict", "on_round_saved", "on_fit_end",
-    ]  # fmt: skip
+        "load_state_dict",
+        "setup",
+        "on_fit_start",
+        "on_round_start",
+        *["on_client_update"] * 3,
+        "on_round_end",
+        "state_dict",
+        "on_round_saved",
+        "on_fit_end",
+    ]
     assert everything.calls.count("on_client_steps") > 3
 
 
@@ -83,10 +90,10 @@ def test_numbers_of_a_callback_are_in_the_table_and_in_tensorboard(tiny: list[st
     assert "weights" in pages["Clients"]
 
 
-def test_a_callback_stops_the_run_and_its_state_outlives_the_process(
-    tiny: list[str], tmp_path: Path
+def test_a_callback_stops_the_run_and_its_state_survives_the_process(
+    quick: list[str], tmp_path: Path
 ) -> None:
-    words = [*tiny, "federation.rounds=3", f"run.dir={tmp_path / 'run'}"]
+    words = [*quick, "federation.rounds=3", f"run.dir={tmp_path / 'run'}"]
     first = Loudest(stop_after=1)
     assert [row["round"] for row in run(words, first).history] == [1]
     second = Loudest()
@@ -94,7 +101,7 @@ def test_a_callback_stops_the_run_and_its_state_outlives_the_process(
     assert second.seen == 3
 
 
-def test_an_exception_reaches_callbacks_and_the_caller(tiny: list[str]) -> None:
+def test_an_exception_reaches_callbacks_and_the_caller(quick: list[str]) -> None:
     class Broken(RoundCallback):
         heard: BaseException | None = None
 
@@ -106,5 +113,5 @@ def test_an_exception_reaches_callbacks_and_the_caller(tiny: list[str]) -> None:
 
     broken = Broken()
     with pytest.raises(RuntimeError, match="enough") as error:
-        run(tiny, broken)
+        run(quick, broken)
     assert broken.heard is error.value

@@ -1,4 +1,4 @@
-"""What a real small run shows in TensorBoard: each chart has its curves, and the numbers are right."""
+"""The TensorBoard dashboard of a small run: each chart has its curves, with the right numbers."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import THREADS, data_for, fitted, make_model
+from helpers import THIN, data_for, fitted, make_model, tiny_federation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -31,15 +31,15 @@ def run(words: list[str]) -> None:
 @pytest.fixture(scope="module")
 def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedU with FedX, three clients of whom two have curves of their own, two rounds."""
-    found = tmp_path_factory.mktemp("dashboard")
-    run([
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false", f"run.dir={found}",
-        "method=fedu",
-        "fedx=true", "backbone.name=resnet10", "backbone.width=4", "federation.clients=3", "federation.rounds=2",
-        "federation.epochs=1", "optim.batch_size=32", "evaluation.linear.epochs=5", "evaluation.linear_every=1",
-        f"run.threads={THREADS}", "run.client_curves=2",
-    ])  # fmt: skip
-    return found
+    folder = tmp_path_factory.mktemp("dashboard")
+    run(
+        [
+            *tiny_federation(tiny_root, folder),
+            *("method=fedu", "fedx=true", "evaluation.linear_every=1", "run.client_curves=2"),
+            f"run.dir={folder}",
+        ]
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,15 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
             assert {series.value, series.lower, series.upper} <= set(scalars), chart.title
     bands = [chart.margin.series[0].value for chart in layout.category[1].chart]
     assert bands[::-1] == [
-        "loss/total", "loss/byol", "loss/local_relation", "loss/global_contrast", "loss/global_relation",
-    ]  # fmt: skip
+        "loss/total",
+        "loss/byol",
+        "loss/local_relation",
+        "loss/global_contrast",
+        "loss/global_relation",
+    ]
 
 
-def test_a_number_that_is_first_told_late_gets_its_chart() -> None:
+def test_a_number_that_appears_late_gets_its_chart() -> None:
     """And the scale of the loss in half precision is no loss."""
     first = {
         "round": 1,
@@ -169,7 +173,7 @@ def test_pictures_of_each_measured_round_and_the_projector_at_the_end(
     assert (projected / "sprite.png").exists()
 
 
-def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path, tiny_root: Path) -> None:
+def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path) -> None:
     before = sorted((file, file.stat().st_size) for file in (folder / "tensorboard").rglob("*"))
     config = (folder / "config.yaml").read_text()
     from fedx_pl.config.compose import load
@@ -196,7 +200,7 @@ def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
     assert not (board / ".projector.fedx-pl.tmp").exists()
 
 
-def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
+def test_unlabeled_images_have_pictures_too(tmp_path: Path) -> None:
     from PIL import Image
 
     (tmp_path / "images").mkdir()
@@ -204,12 +208,19 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
         Image.new("RGB", (32, 32), (20 * number, 90, 200 - 10 * number)).save(
             tmp_path / "images" / f"{number}.png"
         )
-    run([
-        "data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", "method=simclr",
-        "backbone.name=resnet10", "backbone.width=4", "federation.clients=2", "federation.rounds=1",
-        "federation.epochs=1", f"run.dir={tmp_path / 'run'}", f"run.threads={THREADS}", "data.image_size=32",
-        "optim.batch_size=4", "partition.kind=iid",
-    ])  # fmt: skip
+    run(
+        [
+            *THIN,
+            *(
+                "data=folder",
+                f"data.root={tmp_path / 'images'}",
+                f"data.cache={tmp_path / 'cache'}",
+            ),
+            *("method=simclr", "federation.clients=2", "federation.rounds=1", "partition.kind=iid"),
+            *("federation.epochs=1", "data.image_size=32", "optim.batch_size=4"),
+            f"run.dir={tmp_path / 'run'}",
+        ]
+    )
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in found.Images("embedding/neighbours")] == [0, 1]
     assert (
@@ -219,7 +230,10 @@ def test_unlabelled_images_have_pictures_too(tmp_path: Path) -> None:
 
 
 def test_a_band_is_one_standard_deviation_of_the_clients() -> None:
-    """Clients whose mean losses are 1 and 5, 2 away from their mean of 3; the weighted mean may be another, here 4."""
+    """Clients whose mean losses are 1 and 5, 2 away from their mean of 3.
+
+    The weighted mean may be another, here 4.
+    """
     updates = [
         Update(
             client=client,

@@ -1,4 +1,4 @@
-"""The ETA follows the current rate, counts what this process trained, and no waiting; the clock is the test's."""
+"""The ETA follows the current rate and counts only what this process trains, without waiting."""
 
 import io
 from dataclasses import replace
@@ -9,13 +9,13 @@ import torch
 from helpers import every_round
 from rich.console import Console
 
-from fedx_pl.callbacks.eta import Eta, Pace
+from fedx_pl.callbacks.eta import Eta
 from fedx_pl.callbacks.progress import Terminal
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 
 
 class Clock:
-    """Stands still unless it is told to move."""
+    """Stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -39,8 +39,11 @@ def left(eta: Eta) -> float:
     return seconds
 
 
-def test_it_follows_the_rate_of_late() -> None:
-    """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left. The mean of the run would say 3 min."""
+def test_the_eta_follows_the_current_rate() -> None:
+    """1,000 steps at .1 s, then at 1 s: after 120 of these, 880 are left.
+
+    The mean of the run would say 3 min.
+    """
     clock = Clock()
     eta = Eta(1, every_round, clock)
     eta.expect(2000, finished=0)
@@ -54,7 +57,7 @@ def test_it_follows_the_rate_of_late() -> None:
     assert left(eta) == pytest.approx(760, rel=0.02)
 
 
-def test_it_grows_while_the_next_step_is_late() -> None:
+def test_the_eta_grows_while_the_next_step_is_late() -> None:
     clock = Clock()
     eta = Eta(1, every_round, clock)
     eta.expect(1000, finished=0)
@@ -65,25 +68,13 @@ def test_it_grows_while_the_next_step_is_late() -> None:
     assert left(eta) > 3 * before
 
 
-def test_between_seldom_reports_it_counts_down() -> None:
-    """Four workers report 100 steps each, all at once, every 300 s: 1,600 steps are 20 minutes."""
-    clock = Clock()
-    pace = Pace(clock)
-    pace.start()
-    for _ in range(3):
-        clock.pass_by(300)
-        for _ in range(4):
-            pace.done(100)
-    assert pace.seconds_for(1600) == pytest.approx(1200)
-    clock.pass_by(290)
-    assert pace.seconds_for(1600) == pytest.approx(910)
-
-
 @pytest.mark.parametrize("expected_steps", [0, 400])
 def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: int) -> None:
-    """Two clients of 100 steps of 1 s in each of two rounds. One had finished: one to train here, then two.
+    """Two clients of 100 steps of 1 s in each of two rounds.
 
-    It is the same where nobody tells of steps, as in a federation of sites.
+    One had finished: one to train here, then two.
+
+    It is the same where steps are not reported, as in a federation of sites.
     """
     clock = Clock()
     eta = Eta(2, every_round, clock)
@@ -100,7 +91,7 @@ def test_a_resumed_round_counts_only_what_this_process_trains(expected_steps: in
 
 
 @pytest.mark.parametrize("expected_steps", [0, 300])
-def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
+def test_the_wait_for_sites_does_not_count_as_training(expected_steps: int) -> None:
     clock = Clock()
     eta = Eta(3, every_round, clock)
     if expected_steps:
@@ -116,8 +107,11 @@ def test_the_wait_for_sites_is_no_training(expected_steps: int) -> None:
         assert left(eta) == pytest.approx(100 * (3 - number))
 
 
-def test_evaluations_are_part_of_it() -> None:
-    """Each round trains for 10 s and evaluates for 20 s; before the first, the untrained network's time is taken."""
+def test_evaluations_are_part_of_the_eta() -> None:
+    """Each round trains for 10 s and evaluates for 20 s.
+
+    Before the first, the untrained network's time is taken.
+    """
     clock = Clock()
     eta = Eta(3, every_round, clock)
     eta.expect(30, finished=0)
@@ -150,10 +144,13 @@ def train(eta: Eta, clock: Clock, round_number: int, evaluating: float) -> None:
     eta.row(round_number, evaluating)
 
 
-def test_only_rounds_that_evaluate_count_for_it() -> None:
-    """32 rounds of 3 s, four of which evaluate for 12 s: 144 s, whatever the empty evaluations between them took."""
+def test_only_rounds_that_evaluate_add_to_the_eta() -> None:
+    """32 rounds of 3 s, four of which evaluate for 12 s.
+
+    That is 144 s, whatever the empty evaluations between them took.
+    """
     clock = Clock()
-    eta = Eta(32, lambda number, rounds: (number % 8 == 0, number % 8 == 0), clock)
+    eta = Eta(32, lambda number, _: (number % 8 == 0, number % 8 == 0), clock)
     eta.expect(96, finished=0)
     eta.row(0, 12.0)
     eta.start(1, 0.0, 0)
@@ -164,10 +161,13 @@ def test_only_rounds_that_evaluate_count_for_it() -> None:
         assert left(eta) == pytest.approx(3 * (32 - number) + 12 * (4 - number // 8))
 
 
-def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
-    """Every round has kNN (2 s), every third a linear probe, too (12 s); none of them is like the untrained one."""
+def test_each_kind_of_evaluation_has_its_own_duration() -> None:
+    """Every round has kNN (2 s), every third a linear probe, too (12 s).
+
+    None of them is like the untrained one.
+    """
     clock = Clock()
-    eta = Eta(6, lambda number, rounds: (True, number % 3 == 0), clock)
+    eta = Eta(6, lambda number, _: (True, number % 3 == 0), clock)
     eta.expect(18, finished=0)
     eta.row(0, 10.0)
     train(eta, clock, 1, evaluating=2.0)
@@ -177,8 +177,11 @@ def test_what_is_measured_decides_how_long_an_evaluation_takes() -> None:
     assert left(eta) == pytest.approx(3 * 3 + 2 * 2 + 12)
 
 
-def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
-    """It does not measure the untrained network again; a probe that is still to come takes as long as kNN."""
+def test_a_resumed_run_uses_its_first_evaluation() -> None:
+    """It does not measure the untrained network again.
+
+    A probe that is still to come takes as long as kNN.
+    """
     clock = Clock()
     eta = Eta(4, lambda number, rounds: (number > 2, number == rounds), clock)
     eta.expect(9, finished=1)
@@ -188,7 +191,7 @@ def test_a_resumed_run_goes_by_its_first_evaluation() -> None:
     assert left(eta) == pytest.approx(3 + 5)
 
 
-def test_clients_that_never_reported_do_not_stay_in_it() -> None:
+def test_clients_that_never_reported_do_not_stay_in_the_eta() -> None:
     """Of two clients of 50 steps one is lost; after the last round nothing is left."""
     clock = Clock()
     eta = Eta(2, every_round, clock)
@@ -229,7 +232,7 @@ def test_the_display_does_not_count_the_wait_for_sites() -> None:
         display.row({"round": 1, **row})
     assert isinstance(console.file, io.StringIO)
     assert "10 img/s  10.0 s  ETA 20 s" in console.file.getvalue()
-    assert display._rate == "20 img/s"
+    assert display.below()[0].plain.startswith("20 img/s, ")
 
 
 def test_images_of_an_earlier_process_are_not_in_the_rate() -> None:

@@ -1,4 +1,4 @@
-"""Alarms: what counts as a collapse, a diverging client or a loss scale that has run out, and what follows."""
+"""Alarms: a collapse, a diverging client, a vanishing loss scale, and what follows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,26 +54,31 @@ def test_a_collapse_shows_in_rankme_and_uniformity() -> None:
 
 
 def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
-    """Of 20 steps a tenth is two: the first two have the mean 2, the last two 4.2, more than twice as much."""
+    """Of 20 steps a tenth is two.
+
+    The first two have the mean 2, the last two 4.2, more than twice as much.
+    """
     steps = [1.0, 3.0, *[2.0] * 16, 4.0, 4.4]
     assert texts({}, update(steps)) == ["client 3 diverges: its loss grew from 2 to 4.2"]
     assert texts({}, update([1.0, 3.0, *[2.0] * 16, 4.0, 4.0])) == []
     assert texts({}, update([1.0, float("nan")])) == ["client 3 diverges: its loss is nan"]
 
 
-def test_a_loss_scale_below_one_has_run_out() -> None:
+def test_a_loss_scale_below_one_raises_an_alarm() -> None:
     assert texts({}, update([1.0], loss_scale=0.5)) == ["client 3: its loss scale fell to 0.5"]
 
 
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
-def test_a_collapse_is_told_kept_shown_and_may_stop_the_run(
+def test_a_collapse_is_noted_saved_shown_and_may_stop_the_run(
     tiny: list[str], tmp_path: Path, on_collapse: str
 ) -> None:
     """No encoder uses a thousand dimensions: with that bound each round is a collapse."""
     folder, display = tmp_path / "run", Watching()
     words = [*tiny, f"on_collapse={on_collapse}", "health.min_rankme=1000", f"run.dir={folder}"]
     if on_collapse == "stop":
-        with pytest.raises(UserError, match=r"stopped after round 1: .* on_collapse=warn goes on"):
+        with pytest.raises(
+            UserError, match=r"stopped after round 1: .* on_collapse=warn resumes it"
+        ):
             run(compose(words), display)
         words = [*tiny, "health.min_rankme=1000", f"run.dir={folder}"]
     result = run(compose(words), display)

@@ -16,25 +16,29 @@ def at(*degrees: float) -> torch.Tensor:
     return torch.stack([turned.cos(), turned.sin()], 1) * lengths[:, None]
 
 
-def test_neighbours_come_by_angle_and_queries_one_from_each_class() -> None:
+def test_neighbors_are_sorted_by_angle_and_queries_are_one_of_each_class() -> None:
     """Points at 0, 10, 90 and 95 degrees: seen from 0 the order is 10, 90, 95; seen from 90 it is 95, 10, 0."""
-    found = pictures.neighbours(at(0, 10, 90, 95), np.array([4, 4, 7, 7]))
+    found = pictures.nearest_neighbors(at(0, 10, 90, 95), np.array([4, 4, 7, 7]))
     assert found.tolist() == [[0, 1, 2, 3], [2, 3, 1, 0]]
 
 
 def test_without_labels_the_first_images_ask() -> None:
-    assert pictures.neighbours(at(0, 10, 90), None)[:, 0].tolist() == [0, 1, 2]
-    assert pictures.neighbours(at(0, 10, 90), np.array([-1, -1, -1]))[:, 0].tolist() == [0, 1, 2]
-    assert pictures.neighbours(at(0, 10, 90), np.array([-1, -1, 0]))[:, 0].tolist() == [2]
+    assert pictures.nearest_neighbors(at(0, 10, 90), None)[:, 0].tolist() == [0, 1, 2]
+    assert pictures.nearest_neighbors(at(0, 10, 90), np.array([-1, -1, -1]))[:, 0].tolist() == [
+        0,
+        1,
+        2,
+    ]
+    assert pictures.nearest_neighbors(at(0, 10, 90), np.array([-1, -1, 0]))[:, 0].tolist() == [2]
 
 
 def test_the_same_class_is_framed_green_and_another_red() -> None:
     images = torch.zeros(3, 8, 8, 1, dtype=torch.uint8)
-    grid = pictures.neighbour_grid(images, torch.tensor([[0, 1, 2]]), np.array([5, 5, 6]))
+    grid = pictures.neighbor_grid(images, torch.tensor([[0, 1, 2]]), np.array([5, 5, 6]))
     assert grid.shape == (8 + 88, 3 * 88 + 24, 3)  # a cell is 72 pixels, frames of 4 and a gap of 8
     query, same, other = (tuple(grid[8, left]) for left in (8, 8 + 88 + 16, 8 + 2 * 88 + 16))
     assert (query, same, other) == ((255, 255, 255), (0, 158, 115), (213, 94, 0))
-    plain = pictures.neighbour_grid(images, torch.tensor([[0, 1, 2]]), None)
+    plain = pictures.neighbor_grid(images, torch.tensor([[0, 1, 2]]), None)
     assert set(map(tuple, plain.reshape(-1, 3))) == {(255, 255, 255), (0, 0, 0)}
 
 

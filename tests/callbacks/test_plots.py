@@ -33,7 +33,7 @@ def test_client_zero_is_on_top():
         assert (bottom, top) == (3.5, -0.5)
 
 
-def test_cells_hold_numbers_when_they_fit_and_a_colour_bar_explains_them_when_not():
+def test_cells_hold_numbers_when_they_fit_and_a_color_bar_explains_them_when_not():
     few = partition_heatmap(np.array([[5, 0], [30, 400]]), ["a", "b"])
     assert [text.get_text() for text in few.axes[0].texts] == ["5", "30", "400"]
     assert len(few.axes) == 2

@@ -1,4 +1,4 @@
-"""What a run shows: a live display of 80 columns on a terminal, plain lines elsewhere, each warning once."""
+"""The display of a run: a live bar on a terminal, plain lines elsewhere, each warning once."""
 
 import io
 import itertools
@@ -11,9 +11,10 @@ from helpers import every_round
 from rich.console import Console
 
 from fedx_pl.callbacks import progress
-from fedx_pl.callbacks.progress import Terminal, duration
+from fedx_pl.callbacks.progress import Terminal
 from fedx_pl.cli.summary import evaluations
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.printing import duration
 
 
 def update(images: int = 100) -> Update:
@@ -51,12 +52,12 @@ def lines_of(console: Console) -> list[str]:
     return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
 
 
-def test_the_live_display_tells_round_clients_losses_speed_and_eta(live: Console) -> None:
+def test_the_live_display_shows_round_clients_losses_speed_and_eta(live: Console) -> None:
     with Terminal(live, 20, every_round) as display:
         display.expect(1000, first=3)
         display.step(300)
         display.client(3, 4, 10, update())
-        display._progress.refresh()
+        display.refresh()
     lines = lines_of(live)
     bar = next(line for line in reversed(lines) if line.startswith("round 3/20, 4/10 clients "))
     assert re.search(r" 30% \d:\d\d:\d\d ETA \d+ s$", bar)
@@ -71,9 +72,9 @@ def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Consol
     with Terminal(live, 2, every_round) as display:
         display.expect(10)
         display.client(1, 5, 5, update())
-        display._progress.refresh()
+        display.refresh()
         display.row({"round": 1, "loss": 4.0, "images_per_second": 1234.0, "round_seconds": 5.0})
-        display._progress.refresh()
+        display.refresh()
     lines = lines_of(live)
     starts = [
         re.split(r"  | ━", line)[0] for line in lines if line.startswith("round") and "%" in line
@@ -83,11 +84,11 @@ def test_the_bar_says_when_a_round_is_evaluated_and_the_next_begins(live: Consol
     assert any(re.match(r"round +1/2 +loss +4.00 +1,234 img/s +5.0 s", line) for line in lines)
 
 
-def test_rounds_make_the_bar_where_nobody_tells_of_steps(live: Console) -> None:
+def test_the_bar_moves_by_rounds_where_steps_are_not_reported(live: Console) -> None:
     with Terminal(live, 4, every_round) as display:
         display.client(1, 1, 2, update())
         display.client(1, 2, 2, None)  # Dropped: the loss of the one before stays.
-        display._progress.refresh()
+        display.refresh()
     bar = next(line for line in reversed(lines_of(live)) if line.startswith("round 1/4"))
     assert re.search(r" 25% \d:\d\d:\d\d ETA \d+ s$", bar)
 
@@ -100,7 +101,7 @@ def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> 
         display.working("worker 2", None)
         display.step(300)
         display.client(3, 4, 10, update())
-        display._progress.refresh()
+        display.refresh()
     lines = lines_of(live)
     bar = next(line for line in reversed(lines) if line.startswith("round 3/20, 4/10 clients"))
     assert re.search(r"30% \d:\d\d:\d\d ETA \d+ s$", bar)
@@ -114,7 +115,7 @@ def test_the_bar_keeps_its_eta_however_many_workers_there_are(live: Console) -> 
     ("terminal_there", "variable", "value"),
     [(False, "TERM", "xterm"), (True, "CI", "true"), (True, "TERM", "dumb")],
 )
-def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
+def test_without_a_live_terminal_there_is_a_plain_line_now_and_then(
     terminal_there: bool, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -123,7 +124,7 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
         display.expect(10)
         display.step(5)
         display.client(1, 1, 2, update())
-        monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+        monkeypatch.setattr("fedx_pl.display.QUIET_SECONDS", 0.0)
         display.client(1, 2, 2, update())
     lines = [line for line in lines_of(screen) if line]
     assert len(lines) == 1
@@ -132,20 +133,24 @@ def test_where_no_bar_can_move_there_are_plain_lines_and_a_sign_of_life(
     )
 
 
-def test_steps_are_told_in_plain_lines_and_counted_from_the_start_of_each_part(
-    plain: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten seconds a step: a line after 40 s, and one 40 s later, in the second part, whose own rate makes the ETA."""
+def test_steps_of_an_evaluation_are_plain_lines_with_an_eta(plain: Console) -> None:
+    """Ten seconds a step: a line after 40 s, and one 40 s later in the second part."""
     clock = itertools.count(0, 10)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with progress.steps(plain, "evaluating") as tick:
-        for done in range(1, 5):
-            tick(done, 10)
-        for done in range(1, 6):
-            tick(done, 2000)
+    now = 0
+
+    def stopped_clock() -> float:
+        return now
+
+    with progress.steps(plain, "evaluating", stopped_clock) as tick:
+        for done, total in [
+            *((done, 10) for done in range(1, 6)),
+            *((d, 2000) for d in range(1, 6)),
+        ]:
+            now = next(clock)
+            tick(done, total)
     lines = [line for line in lines_of(plain) if line]
     assert lines == [
-        "  evaluating: 4 of 10 steps, ETA 1 min 0 s",
+        "  evaluating: 5 of 10 steps, ETA 50 s",
         "  evaluating: 4 of 2,000 steps, ETA 5 h 32 min",
     ]
 

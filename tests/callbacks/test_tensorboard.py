@@ -1,6 +1,12 @@
+"""TensorBoard events: what is written, thinned, cut off, and what a full disk does."""
+
+import errno
 import io
+import itertools
 import math
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +50,7 @@ def test_a_round_can_be_read_before_the_writer_is_closed(tmp_path):
     writer.close()
 
 
-def test_short_rounds_keep_every_step_and_steps_go_on_over_rounds(tmp_path):
+def test_short_rounds_keep_every_step_and_steps_continue_over_rounds(tmp_path):
     losses = torch.arange(12.0).view(6, 2)  # first term 0, 2, 4 ...; second 1, 3, 5 ...
     with RunWriter(tmp_path) as writer:
         writer.client_losses(7, 0, losses[:4], ["contrastive", "relation"])
@@ -54,7 +60,10 @@ def test_short_rounds_keep_every_step_and_steps_go_on_over_rounds(tmp_path):
 
 
 def test_long_rounds_are_means_of_buckets_at_their_last_step(tmp_path):
-    """120 rows in buckets of ceil(120 / 50) = 3: 40 points, the mean of 0, 1, 2 at step 2, and so on; 2 rounds."""
+    """120 rows in buckets of ceil(120 / 50) = 3.
+
+    This makes 40 points, the mean of 0, 1, 2 at step 2, and so on; 2 rounds.
+    """
     with RunWriter(tmp_path) as writer:
         for round in range(2):
             writer.client_losses(0, 120 * round, torch.arange(120.0)[:, None], ["total"])
@@ -112,15 +121,15 @@ def test_partition_picture_and_sizes(tmp_path):
     assert "| south | 7 |" in text
 
 
-def test_views_show_the_pixels_before_normalisation(tmp_path):
+def test_views_show_the_pixels_before_normalization(tmp_path):
     red, blue = torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 8, 8)
     red[:, 0], blue[:, 2] = 1, 1
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     shift, scale = torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1)
     with RunWriter(tmp_path) as writer:
         writer.views((red - shift) / scale, (blue - shift) / scale, mean, std)
-    colours = {tuple(colour) for colour in picture(tmp_path, "views/pairs").reshape(-1, 3).tolist()}
-    assert colours == {(255, 0, 0), (0, 0, 255), (255, 255, 255)}
+    colors = {tuple(color) for color in picture(tmp_path, "views/pairs").reshape(-1, 3).tolist()}
+    assert colors == {(255, 0, 0), (0, 0, 255), (255, 255, 255)}
 
 
 def test_one_file_for_everything_and_none_for_nothing(tmp_path):
@@ -144,9 +153,41 @@ def test_tensorboard_is_not_imported_before_the_first_write(tmp_path, monkeypatc
 
 
 def test_numbers_of_any_size_are_taken(tmp_path):
-    """torch's histograms end at 1e20, and raise if nothing lies within."""
+    """Histograms of torch end at 1e20, and raise if nothing lies within."""
     with RunWriter(tmp_path) as writer:
         writer.clients("loss", 1, {0: 1e30, 1: math.nan})
         writer.clients("loss", 2, {0: 2.0, 1: -math.inf})
     assert scalars(tmp_path, "client_loss/client_000") == [(1, pytest.approx(1e30)), (2, 2.0)]
     assert [event.step for event in events(tmp_path).Histograms("spread/loss")] == [2]
+
+
+def test_a_full_disk_is_an_error_of_the_caller_and_no_traceback_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread of its own, whose error the next call raises."""
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    printed: list[threading.ExceptHookArgs] = []
+
+    def usual_hook(error: threading.ExceptHookArgs) -> None:
+        printed.append(error)
+
+    monkeypatch.setattr(threading, "excepthook", usual_hook)
+    for method in ("write", "append"):
+        monkeypatch.setattr(LocalFileSystem, method, full)
+    writer = RunWriter(tmp_path / "events")
+
+    def write_until_the_thread_has_failed() -> None:
+        for round_number in itertools.count():
+            writer.round(round_number, {"loss": 1.0})
+
+    with pytest.raises(OSError, match="No space left"):
+        write_until_the_thread_has_failed()
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("tensorboard."):
+            thread.join(60)
+    writer.close()
+    assert printed == []

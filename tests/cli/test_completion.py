@@ -1,4 +1,4 @@
-"""Completion as the shells do it: what they offer, and what a command gets after a TAB."""
+"""Completion in real shells: what they offer, and what a command gets after a TAB."""
 
 import os
 import pty
@@ -18,7 +18,7 @@ KEYS = ("federation.clients=", "federation.rounds=", "federation.epochs=", "fede
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a script for each shell, and a run folder to be found."""
+    """A folder with a script for each shell, and a run folder to complete."""
     folder = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
         (folder / f"script.{shell}").write_text(completion.script(shell))
@@ -27,7 +27,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(scripts: Path, line: str, breaks: str = "\t\n\"'><=;|&(:") -> list[str]:
-    """What the bash function replies to a TAB at the end of a line."""
+    """What the bash function offers for a TAB at the end of a line."""
     if shutil.which("bash") is None:
         pytest.skip("needs bash: apt-get install bash")
     words = '''source script.bash
@@ -63,18 +63,18 @@ def offered(scripts: Path, line: str, breaks: str = "\t\n\"'><=;|&(:") -> list[s
         ("fedx-pl evaluate runs/one --round 3 k", {"knn"}),
         ("fedx-pl sweep table", {"table1"}),
         ("fedx-pl completion ", {"bash", "zsh", "fish"}),
-        # Nothing to offer: bash goes on with files.
+        # No words to offer: bash completes files.
         ("fedx-pl evaluate ru", set()),
         ("fedx-pl evaluate --round 3 ru", set()),
         ("fedx-pl train --fork ru", set()),
         ("fedx-pl train data.root=ru", set()),
     ],
 )
-def test_bash_is_offered_what_may_be_typed(scripts: Path, line: str, expected: set[str]) -> None:
+def test_bash_offers_what_may_be_typed(scripts: Path, line: str, expected: set[str]) -> None:
     assert set(offered(scripts, line)) == expected
 
 
-def test_bash_gets_whole_words_where_it_does_not_cut_them(scripts: Path) -> None:
+def test_bash_gets_whole_words_if_it_does_not_break_words_at_equals_signs(scripts: Path) -> None:
     assert offered(scripts, "fedx-pl train data=sv", breaks=" \t\n") == ["data=svhn"]
 
 
@@ -127,30 +127,31 @@ def test_a_tab_completes_on_a_terminal(
         read_until(terminal, "ready> ")
         for part, completed in typed.items():
             os.write(terminal, (part + "\t" * bool(completed)).encode())
-            # As people do: some shells drop what comes while they complete. A shell may also draw it otherwise.
+            # Wait as people do: some shells drop what is typed while they complete. A shell may
+            # also draw the word in another way, hence the limit.
             read_until(terminal, completed, seconds=3.0)
         os.write(terminal, b"\n")
-        told = read_until(terminal, ">>").partition("<<")[2].partition(">>")[0]
+        got = read_until(terminal, ">>").partition("<<")[2].partition(">>")[0]
     finally:
         process.kill()
         process.wait()
         os.close(inside)
         os.close(terminal)
-    assert [
-        word.removesuffix("/") for word in told.split()
-    ] == expected.split()  # zsh takes the last slash off again.
+    # zsh removes the last slash again.
+    assert [word.removesuffix("/") for word in got.split()] == expected.split()
 
 
 def read_until(terminal: int, text: str, seconds: float = 120.0) -> str:
-    """What a terminal shows until it has shown a text, or for some time if it does not."""
-    shown, end = "", time.monotonic() + seconds
+    """Reads what a terminal shows until it shows a text, or until some time has passed."""
+    shown = ""
+    end = time.monotonic() + seconds
     while time.monotonic() < end and text not in shown:
         if select.select([terminal], [], [], 0.05)[0]:
             shown += os.read(terminal, 4096).decode(errors="replace")
     return shown
 
 
-def test_fish_is_offered_what_may_be_typed(scripts: Path) -> None:
+def test_fish_offers_what_may_be_typed(scripts: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("needs fish: apt-get install fish")
     for line, expected in (

@@ -1,4 +1,4 @@
-"""Measuring a run after the fact: the same numbers as during training, and nothing of the run is touched."""
+"""`fedx-pl evaluate`: the same numbers as during training, and the run folder does not change."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def saved(run: Path, kind: str) -> dict:
     return unsealed(json.loads((run / "evaluation" / f"{kind}.json").read_text()))
 
 
-def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
+def test_knn_and_linear_are_the_numbers_of_the_last_round(run: Path) -> None:
     last = json.loads((run / "metrics.json").read_text())["rounds"][-1]
     found = evaluate_run(run, ["linear", "knn"], report=silent)
     for kind, keys in {
@@ -77,7 +77,7 @@ def test_knn_and_linear_are_those_of_the_last_round(run: Path) -> None:
     assert saved(run, "linear")["settings"]["epochs"] == 5
 
 
-def test_nothing_of_the_run_is_touched(run: Path) -> None:
+def test_the_run_folder_does_not_change(run: Path) -> None:
     before = contents(run)
     evaluate_run(run, ["geometry", "semi", "knn", "linear"], QUICK, report=silent)
     assert contents(run) == before
@@ -98,13 +98,18 @@ def test_semi_has_a_result_for_each_share_of_the_labels(run: Path) -> None:
     assert all(0 <= result["top1"] <= 100 for result in found["semi"].values())
     assert ticks == [(1, 3), (2, 3), (3, 3)]  # 12 and 120 images in batches of 64
     assert saved(run, "semi")["settings"] == {
-        "labels": "all", "fractions": [0.05, 0.5], "epochs": 1, "lr": 1e-3, "momentum": 0.9, "batch_size": 64,
-    }  # fmt: skip
+        "labels": "all",
+        "fractions": [0.05, 0.5],
+        "epochs": 1,
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "batch_size": 64,
+    }
     assert evaluate_run(run, ["semi"], QUICK, report=silent) == found
 
 
 def test_geometry_is_that_of_each_client_after_one_more_round(run: Path) -> None:
-    """By hand: clients train from the last global model with their own memories, and arccos of cosines is averaged."""
+    """The test trains each client once more and averages the arccos of the cosines itself."""
     again = made(load(run / "config.yaml"))
     data = again.data.images
     checkpoints = Checkpoints(run)
@@ -155,10 +160,10 @@ def test_geometry_of_some_of_the_clients(run: Path) -> None:
     assert found["geometry"]["clients"] == 1
 
 
-def test_a_cosine_schedule_and_a_regularizer_do_not_end_the_geometry(
+def test_geometry_works_with_a_cosine_schedule_and_a_regularizer(
     tiny_root: Path, tmp_path: Path
 ) -> None:
-    """After its last round a cosine schedule has come to zero: f would be F, and SCAFFOLD would divide by zero."""
+    """After the last round the schedule is at zero: f would be F, SCAFFOLD would divide by it."""
     folder = train(
         *tiny_federation(tiny_root, tmp_path),
         "federation.rounds=1",
@@ -168,7 +173,7 @@ def test_a_cosine_schedule_and_a_regularizer_do_not_end_the_geometry(
     assert evaluate_run(folder, ["geometry"], report=silent)["geometry"]["local_global_mean"] > 0.01
 
 
-def test_overrides_count_and_a_preset_gives_way_to_keys_of_one_s_own(run: Path) -> None:
+def test_overrides_apply_and_other_keys_win_over_a_preset(run: Path) -> None:
     evaluate_run(run, ["linear", "knn"], ["evaluation.knn_k=3"], report=silent)
     assert saved(run, "knn")["settings"] == {"labels": "all", "k": 3}
     assert saved(run, "linear")["settings"]["epochs"] == 5  # The run's own.
@@ -176,9 +181,13 @@ def test_overrides_count_and_a_preset_gives_way_to_keys_of_one_s_own(run: Path) 
     evaluate_run(run, ["linear"], words, report=silent)
     expected = PRESETS["fedema"]
     assert saved(run, "linear")["settings"] == {
-        "labels": "all", "preset": "fedema", "epochs": 2, "lr": expected.lr, "weight_decay": 0.0,
+        "labels": "all",
+        "preset": "fedema",
+        "epochs": 2,
+        "lr": expected.lr,
+        "weight_decay": 0.0,
         "batch_size": expected.batch_size,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +198,7 @@ def aligned(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return train(*words, "fedca=true", f"fedca.base={base}"), base
 
 
-def test_fedca_needs_its_base_for_geometry_only_and_is_told_where_it_is(
+def test_fedca_needs_its_base_for_geometry_only_and_takes_a_new_place_for_it(
     aligned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     run, base = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in aligned)
@@ -235,8 +244,9 @@ def test_a_folder_without_a_run_or_without_a_round_is_explained(run: Path, tmp_p
 
 
 def test_other_images_are_refused(run: Path, tiny_root: Path, tmp_path: Path) -> None:
-    """The last pixel of each file is another one."""
-    name, other = "cifar-10-binary.tar.gz", tmp_path / "other"
+    """The last pixel of each file is changed."""
+    name = "cifar-10-binary.tar.gz"
+    other = tmp_path / "other"
     other.mkdir()
     with tarfile.open(tiny_root / name) as before, tarfile.open(other / name, "w:gz") as after:
         for member in before.getmembers():
@@ -247,8 +257,8 @@ def test_other_images_are_refused(run: Path, tiny_root: Path, tmp_path: Path) ->
         evaluate_run(run, ["knn"], [f"data.root={other}"], report=silent)
 
 
-def train_unlabelled(folder: Path) -> Path:
-    """On 24 images of noise; by their names, the second half are the brighter ones."""
+def train_unlabeled(folder: Path) -> Path:
+    """Trains on 24 images of noise; by their names, the second half is brighter."""
     from PIL import Image
 
     images = folder / "images"
@@ -265,8 +275,8 @@ def train_unlabelled(folder: Path) -> Path:
     return train(*overrides, "partition.kind=iid", "federation.clients=2", "federation.rounds=1")
 
 
-def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
-    folder = train_unlabelled(tmp_path)
+def test_without_labels_only_geometry_is_measured(tmp_path: Path) -> None:
+    folder = train_unlabeled(tmp_path)
     with pytest.raises(
         UserError, match=r"no labels to measure semi with; type fedx-pl evaluate .* geometry"
     ):
@@ -278,11 +288,12 @@ def test_without_labels_there_is_geometry_only(tmp_path: Path) -> None:
     assert not {"local_global", "interclass", "interclass_mean"} & found.keys()
 
 
-def test_some_of_the_images_are_not_the_first_ones(
+def test_a_sample_of_the_images_is_not_the_first_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 of 24 for the angles and 8 of these for the alignment: dark and bright ones in both."""
-    folder, seen = train_unlabelled(tmp_path), []
+    folder = train_unlabeled(tmp_path)
+    seen: list[tuple[int, set[bool]]] = []
     embed = embedding.embed
 
     def watched(run: Any, images: np.ndarray, *prepare: Any) -> torch.Tensor:
@@ -298,7 +309,7 @@ def test_some_of_the_images_are_not_the_first_ones(
     assert evaluate_run(folder, ["geometry"], report=silent) == found
 
 
-def test_the_geometry_of_a_round_whose_clients_are_gone_names_other_rounds(run: Path) -> None:
+def test_geometry_without_the_state_of_the_clients_names_other_rounds(run: Path) -> None:
     for file in (run / "clients").glob("*_round_00001.safetensors"):
         file.unlink()
     with pytest.raises(
@@ -315,7 +326,7 @@ def test_the_geometry_of_a_round_whose_clients_are_gone_names_other_rounds(run: 
         evaluate_run(run, ["geometry"], report=silent)
 
 
-def test_the_best_round_has_a_geometry_long_after_it(
+def test_geometry_of_the_best_round_can_be_measured_after_later_rounds(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunState, "best", 1)
@@ -329,7 +340,7 @@ def test_the_best_round_has_a_geometry_long_after_it(
     )
 
 
-def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
+def test_an_older_round_can_be_measured(run: Path) -> None:
     rounds = json.loads((run / "metrics.json").read_text())["rounds"]
     first, last = (
         {key: row[key] for key in ("knn_top1", "rankme", "uniformity", "feature_std")}
@@ -343,9 +354,7 @@ def test_an_older_checkpoint_is_measured_by_its_round(run: Path) -> None:
         evaluate_run(run, ["knn"], report=silent, round_number=99)
 
 
-def test_weights_are_measured_with_edited_code_and_not_trained_with_it(
-    tiny_root: Path, modules: Path
-) -> None:
+def test_edited_code_may_measure_weights_but_not_train_them(tiny_root: Path, modules: Path) -> None:
     (modules / "mine.py").write_text(METHOD)
     folder = train(*tiny_federation(tiny_root, modules), "method=mine:Mine", "federation.rounds=1")
     said: list[str] = []

@@ -1,5 +1,8 @@
-"""Mistakes on the command line of ``fedx-pl federate``: exit code 2, and what to type instead."""
+"""Mistakes in ``fedx-pl federate``: exit code 2, and what to type instead."""
 
+import json
+import os
+import signal
 from pathlib import Path
 
 import federation_parts as parts
@@ -36,7 +39,9 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_a_coordinator_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["server", *parts.WORDS]
     assert "type --clients 2, or fedx-pl federate keys" in mistake(capsys, *words, "--clients", "3")
     assert "federation.clients=0 is not possible" in mistake(capsys, *words, "--clients", "0")
@@ -54,48 +59,53 @@ def test_server(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (place / "runs").exists() or not list((place / "runs").glob("**/superlink.log"))
 
 
-def test_a_coordinator_is_not_told_how_long_training_takes_a_cpu(
-    place: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_does_not_say_how_long_a_cpu_trains(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The sites train; that this machine has no GPU says nothing of theirs."""
+    """The sites train, and they may have GPUs."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
     assert "3 clients" in out
     assert "GPU" not in out
 
 
-def test_a_coordinator_says_how_far_it_trusts_its_sites(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a word it clips; what is typed counts."""
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_says_how_far_it_trusts_its_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default is to clip; what is typed wins."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
-    assert (
-        "aggregate=clip (updates are clipped to the usual length), aggregate.max_share=0.5" in out
-    )
+    assert "aggregate=clip: updates are clipped to the usual length\n" in out
+    assert "aggregate.max_share=0.5: no site counts for more than 50% of a round's images\n" in out
+    assert max(map(len, out.splitlines())) <= 80
     words = ["aggregate=mean", "aggregate.max_share=0.9", "--clients", "3"]
     assert main(["federate", "server", *parts.WORDS, *words]) == 2
     out = capsys.readouterr().out
-    assert "aggregate=mean (a site that lies may ruin the model), aggregate.max_share=0.9" in out
+    assert "aggregate=mean: a site that lies may ruin the model\n" in out
+    assert "aggregate.max_share=0.9: no site" in out
 
 
-def test_a_coordinator_names_a_wrong_network_before_data_are_fetched(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("place")
+def test_a_coordinator_names_a_wrong_backbone_before_it_loads_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sources, "load", lambda *_, **__: pytest.fail("data were loaded"))
     words = ["server", "data=cifar10", "backbone.name=vit_tiny", "--clients", "2"]
     assert "backbone.name=vit_tiny is not known" in mistake(capsys, *words)
 
 
-def test_server_without_keys(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is loaded or made."""
+def test_missing_keys_of_a_coordinator_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error comes before anything is loaded or made."""
     (place / "keys").rename(place / "elsewhere")
     error = mistake(capsys, "server", *parts.WORDS, "--clients", "2")
     assert "keys/server/ca.crt is missing; type fedx-pl federate keys" in error
     assert not (place / "runs").exists()
 
 
-def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("place")
+def test_mistakes_of_a_site_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["client", "--data", "images/a", "--keys", "keys/sites/a"]
     assert "optim.lr=1 is the coordinator's to set" in mistake(capsys, *words, "optim.lr=1")
     assert "--data nowhere is not a folder" in mistake(
@@ -116,6 +126,8 @@ def test_client(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "host:99999",
         "https://host:8000",
         "host:²",
+        "host:٨٠",
+        f"host:{'9' * 5000}",
         "::1:8000",
         "a b:80",
     ):
@@ -133,7 +145,70 @@ def test_a_site_runs_once(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "this site runs already: another process uses --state fedx-site-a" in error
 
 
-def test_the_number_of_a_connection_is_one_or_nothing(tmp_path: Path) -> None:
+def test_the_coordinator_s_address_has_no_control_characters(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes with the keys, from the coordinator."""
+    about = {"name": "a", "server": "host\x1b[2J:8000"}
+    (place / "keys" / "sites" / "a" / "site.json").write_text(json.dumps(about))
+    error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
+    assert "type HOST:PORT" in error
+    assert "\x1b" not in error
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
+def test_a_state_folder_that_others_can_change_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could put links there, to files that this user may write."""
+    (place / "fedx-site-a").mkdir()
+    (place / "fedx-site-a").chmod(0o777)
+    error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
+    assert "--state fedx-site-a can be changed by other users; type chmod 700 fedx-site-a" in error
+    assert not list((place / "fedx-site-a").iterdir())
+
+
+def test_a_folder_whose_name_cannot_be_a_site_s_needs_another(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "images" / "a").rename(place / "images" / "\x1b[2J")
+    (place / "images" / "a").symlink_to("\x1b[2J")
+    words = ["--insecure", "--server", "127.0.0.1:1"]
+    error = mistake(capsys, "client", "--data", "images/a", *words)
+    assert "its name cannot be a site's; type --name hospital-a" in error
+
+
+def test_the_first_lines_of_a_site_fit_a_terminal(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "_serve", lambda *_, **__: None)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+    assert main(["federate", "client", "--data", "images/a", "--keys", "keys/sites/a"]) == 0
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "site a, coordinator localhost:8000",
+        "images: images/a",
+        "private state: fedx-site-a",
+        "decoded copies of the images: fedx-site-a/.decoded-images",
+        "these copies are deleted at the end; data.cache=FOLDER keeps them",
+    ]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_is_closed_ends_a_site_as_ctrl_c_does(
+    place: Path, monkeypatch: pytest.MonkeyPatch, before: signal.Handlers
+) -> None:
+    """So its decoded copies are deleted; after `nohup` the signal is ignored as before."""
+    caught: set[int] = set()
+    monkeypatch.setattr(commands, "_serve", lambda *_, **__: None)
+    monkeypatch.setattr(commands.signal, "getsignal", lambda _: before)
+    monkeypatch.setattr(commands.signal, "signal", lambda number, _: caught.add(number))
+    assert main(["federate", "client", "--data", "images/a", "--keys", "keys/sites/a"]) == 0
+    assert caught == ({signal.SIGTERM, signal.SIGHUP} if before == signal.SIG_DFL else set())
+
+
+def test_a_bad_number_of_a_connection_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "connection"
     assert commands._number(file) is None
     numbers = {"7": 7, str(2**64 - 1): 2**64 - 1, str(2**64): None, "-1": None, "x": None, "": None}

@@ -13,10 +13,11 @@ import pytest
 import torch
 from helpers import PATIENCE, THREADS
 
+from fedx_pl import __version__
+from fedx_pl.cli import completion
 from fedx_pl.cli import main as cli
+from fedx_pl.config import renamed
 from fedx_pl.config.compose import choices
-
-ROOT = Path(__file__).parents[1]
 
 
 def fedx_pl(
@@ -48,9 +49,8 @@ def test_train_runs_and_ends_with_a_summary(
     after = out.partition("\nnext:\n")[2].splitlines()
     for command in ("tensorboard --logdir ", "fedx-pl evaluate ", "fedx-pl export "):
         assert any(command in line for line in after)
-    assert (
-        cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
-    )  # Finished: the summary again, no training.
+    # Finished: the summary again, no training.
+    assert cli.main(["train", *tiny, "method=byol", "fedx=true"]) == 0
     assert "linear: last" in (again := capsys.readouterr().out)
     assert "ETA" not in again
 
@@ -71,7 +71,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
+def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -90,30 +90,41 @@ def test_the_cpu_profile_says_so_and_how_to_run_the_full_thing(
     [
         (["--help"], 0, "fedx-pl train data=cifar10"),
         ([], 2, "fedx-pl train data=cifar10"),
-        (["--version"], 0, "fedx-pl 0.1.0, Python 3."),
+        (["federate"], 2, "fedx-pl federate COMMAND"),
+        (["export", "run", "--to", "onnx"], 2, "error: --to onnx needs onnx and onnxscript; type "),
+        (["evaluate", "nowhere"], 2, "has no config.yaml; type fedx-pl evaluate runs/NAME\n"),
+        (["--version"], 0, f"fedx-pl {__version__}, Python 3."),
         (["sweep", "--help"], 0, "--seeds"),
-        (["data", "--help"], 0, "without it, all are listed"),
+        (["data", "--help"], 0, "A data set. Without it, list all."),
         (["federate", "server", "--help"], 0, "--clients"),
         (
             ["trian"],
             2,
-            "error: there is no command 'trian'; did you mean train? See fedx-pl --help\n",
+            "error: no such command 'trian'. Did you mean 'train'? See fedx-pl --help\n",
         ),
         (
             ["federate", "sever"],
             2,
-            "error: there is no kind 'sever'; did you mean server? See fedx-pl federate --help\n",
+            "error: no such command 'sever'. Did you mean 'server'? See fedx-pl federate --help\n",
         ),
-        (["completion", "csh"], 2, "there is no shell 'csh'; there are bash, zsh, fish; see"),
+        (["completion", "csh"], 2, "'csh' is not one of 'bash', 'zsh', 'fish'; see"),
+        (["export", "run", "--to"], 2, "'--to' requires an argument; see fedx-pl export --help"),
+        (["evaluate", "--round", "x", "run"], 2, "'--round': 'x' is not a valid integer; see"),
+        (["neighbours", "run"], 2, "neighbours has a new name; type fedx-pl neighbors\n"),
         (
             ["train", "--dryrun"],
             2,
-            "no option --dryrun; did you mean --dry-run? See fedx-pl train --help\n",
+            "no such option '--dryrun'. Did you mean '--dry-run'? See fedx-pl train --help\n",
         ),
         (
             ["embed", "run"],
             2,
-            "error: the following arguments are required: IMAGES; see fedx-pl embed --help\n",
+            "error: missing argument 'IMAGES'; see fedx-pl embed --help\n",
+        ),
+        (
+            ["federate", "keys", "--sites", "a"],
+            2,
+            "error: a federation of sites needs Flower; type ",
         ),
     ],
 )
@@ -124,6 +135,7 @@ def test_help_and_mistakes_in_the_command_need_no_torch(
         "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
     )
     script = f"""import atexit, runpy, sys
+sys.modules["flwr"] = sys.modules["onnxscript"] = None  # as if they were not installed
 atexit.register(lambda: print({heavy}))
 runpy.run_module("fedx_pl", run_name="__main__")"""
     done = subprocess.run(
@@ -138,10 +150,77 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train",
+        "train data=svhn --dry-run",
+        "data svhn",
+        "evaluate run",
+        "sweep table1",
+        "report",
+        "export run",
+        "embed run images",
+        "neighbors run a.png images",
+        "federate keys --sites a",
+        "completion bash",
+        "train --help",
+    ],
+)
+def test_something_is_printed_before_torch_is_loaded(line: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    script = """import runpy, sys
+class End:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit(0)
+sys.meta_path.insert(0, End())
+runpy.run_module("fedx_pl", run_name="__main__")"""
+    pytest.importorskip("flwr", reason="needs Flower: pip install -e '.[flower]'")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *line.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stderr == "loading PyTorch ...\n"
+    assert done.stdout.startswith("Usage: fedx-pl train" if "--help" in line else "")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_help_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command in completion.commands():
+        assert cli.main([*command.path.split(), "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > width] == []
+
+
+def test_old_words_are_answered_with_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(renamed.RENAMED, "federation.cycles", "federation.rounds")
+    monkeypatch.setitem(renamed.RENAMED, "partition=dir", "partition=dirichlet")
+    monkeypatch.setitem(renamed.RENAMED, "fedx-pl report --to", "fedx-pl report --out")
+    monkeypatch.chdir(tmp_path)
+    for old, new in (
+        ("neighbours RUN a.png IMAGES", "fedx-pl neighbors"),
+        ("sweep regularisers", "fedx-pl sweep regularizers"),
+        ("report --to FOLDER", "fedx-pl report --out"),
+        ("train federation.cycles=3", "federation.rounds"),
+        ("train partition=dir", "partition=dirichlet"),
+    ):
+        assert cli.main(old.split()) == 2
+        assert capsys.readouterr().err.endswith(f" has a new name; type {new}\n")
+
+
 def test_help_lists_groups_keys_and_every_method_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["train", "--help"])
-    assert caught.value.code == 0
+    assert cli.main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     for expected in (
         "method=simclr | moco | byol",
@@ -157,7 +236,8 @@ def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None
         "from fedx_pl.methods import SimCLR\n"
         "class Mine(SimCLR):\n"
         "    def __init__(self, backbone, *, covariance: float = 1.5, **base):\n"
-        '        """Sets the weight.\n\n        Args:\n            covariance: weight of a term.\n        """\n'
+        '        """Sets the weight.\n\n        Args:\n'
+        '            covariance: weight of a term.\n        """\n'
         "        super().__init__(backbone, **base)\n"
     )
     for words in (["method=my_ssl:Mine", "--help"], ["--help", "method=my_ssl:Mine"]):
@@ -166,8 +246,8 @@ def test_help_lists_the_keys_of_the_method_that_is_named(tmp_path: Path) -> None
         own = done.stdout.partition("keys of method=my_ssl:Mine:\n")[2]
         assert re.match(r"  method\.covariance=1\.5 +weight of a term\.\n", own)
     missing = fedx_pl("train", "method=my_ssl:Yours", "--help", cwd=tmp_path)
-    assert missing.returncode == 0
-    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stdout
+    assert missing.returncode == 2
+    assert "error: method=my_ssl:Yours: my_ssl has no 'Yours'; it has Mine" in missing.stderr
 
 
 @pytest.mark.parametrize(
@@ -194,7 +274,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_shown_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "method=bioll"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     debug = fedx_pl("train", "method=bioll", "--debug")
@@ -202,7 +282,7 @@ def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" in debug.stderr
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
+def test_a_full_disk_is_an_error_of_one_line_and_loses_nothing(
     tiny: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -222,7 +302,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert "free some space" in error
     monkeypatch.undo()
     assert cli.main(["train", *tiny]) == 0
-    assert "going on after round 1" in capsys.readouterr().out
+    assert "resuming after round 1" in capsys.readouterr().out
 
 
 def test_overrides_may_follow_flags_and_hold_brackets(
@@ -233,8 +313,7 @@ def test_overrides_may_follow_flags_and_hold_brackets(
     out = capsys.readouterr().out
     assert "a[b]: 1000000000 rounds" in out
     assert str(tmp_path / "[/x]" / "a[b]") in out
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--faster"])
+    assert cli.main(["train", "--faster"]) == 2
 
 
 def test_data_alone_lists_the_sets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +359,7 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
     assert "loss_mine,loss_local_relation" in header
 
 
-def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_resume(
     tiny: list[str], tmp_path: Path
 ) -> None:
     command = [
@@ -307,7 +386,7 @@ def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command goes on after the last finished client: fedx-pl train" in error
+    assert "interrupted; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
     assert (tmp_path / "run" / "metrics.csv").exists()
 
@@ -336,7 +415,8 @@ def test_evaluate_measures_a_run_again(
     [
         MemoryError(),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried\nto"
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: "
+            "you tried\nto"
         ),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     ],
@@ -344,7 +424,7 @@ def test_evaluate_measures_a_run_again(
 def test_too_little_memory_is_one_line_with_the_keys_to_change(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: object, **settings: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("fedx_pl.cli.train.build", fail)
@@ -355,7 +435,7 @@ def test_too_little_memory_is_one_line_with_the_keys_to_change(
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **settings: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("fedx_pl.cli.train.build", fail)
@@ -369,12 +449,12 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_character_that_cannot_be_printed_is_refused(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(line)
-    assert end.value.code == 2
+    assert cli.main(line) == 2
     assert "holds a character that cannot be printed" in capsys.readouterr().err
 
 
-def test_a_device_is_no_split_file(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_refused_as_a_split_file(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *tiny, "partition.file=/dev/zero", "--dry-run"]) == 2
     assert "partition.file=/dev/zero cannot be read (not a regular file)" in capsys.readouterr().err

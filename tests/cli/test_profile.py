@@ -1,4 +1,4 @@
-"""The profile that a command takes by itself, and what is asked before the paper's setting runs on a CPU."""
+"""The default profile, and the question before the paper's setting runs on a CPU."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
 
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
-    """The keyboard of a terminal that the command reads from and writes its errors to."""
+    """A terminal as standard input and error of a command; yields its keyboard."""
     keyboard, end = os.openpty()
     with (
         open(keyboard, "w") as typed,
@@ -56,7 +56,7 @@ def test_the_profile_is_the_machine_s_unless_one_is_named() -> None:
 
 
 @without_gpu
-def test_the_first_line_tells_of_the_profile_that_the_machine_got(
+def test_the_first_line_names_the_default_profile(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word for word in tiny if word != "profile=paper"]
@@ -68,7 +68,7 @@ def test_the_first_line_tells_of_the_profile_that_the_machine_got(
 
 
 @without_gpu
-def test_the_paper_s_profile_on_a_cpu_is_announced_and_a_note_in_python(
+def test_the_paper_s_profile_on_a_cpu_is_announced(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     federate("", *tiny, rounds=1)
@@ -113,7 +113,7 @@ def test_a_short_run_of_the_paper_s_profile_is_not_asked_about(tiny: list[str]) 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The runs of each sweep that was started; none of them is run."""
+    """Collects the number of runs of each sweep; none of them is trained."""
     found: list[int] = []
 
     def run(sweep: Sweep) -> list[object]:

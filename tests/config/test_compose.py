@@ -174,27 +174,27 @@ def test_paths_may_hold_any_character() -> None:
         (["x" * 100_000 + "=1"], "there is no key xxx"),
         (
             ["run.resident_gb=inf"],
-            "run.resident_gb=inf is out of range; type a number from 0 to 1000000000, e.g. run.",
+            "run.resident_gb=inf is not possible; type a number from 0 to 1000000000, e.g. run.",
         ),
-        (["augment.pad=99999999999999999999"], "augment.pad=99999999999999999999 is out of range"),
-        (["fedx.tau=inf"], "fedx.tau=inf is out of range"),
-        (["data.limit=-1"], "data.limit=-1 is out of range; type a number from 0"),
+        (["augment.pad=99999999999999999999"], "augment.pad=99999999999999999999 is not possible"),
+        (["fedx.tau=inf"], "fedx.tau=inf is not possible; type a number above 0"),
+        (["data.limit=-1"], "data.limit=-1 is not possible; type a whole number of at least 0"),
         (
             ["data.test_fraction=nan"],
-            "data.test_fraction=nan is out of range; type a number from 0 to 1, e.g. data.",
+            "data.test_fraction=nan is not possible; type a number from 0 to 1, e.g. data.",
         ),
-        (["data.std=[inf]"], "data.std=inf is out of range"),
+        (["data.std=[inf]"], "data.std=[inf] is not possible"),
         (
             ["method=byol", "method.hidden_dim=-2"],
             "method.hidden_dim=-2 is out of range; type a number from 0",
         ),
         (
             ["seed=" + "9" * 30],
-            "is out of range; type a number from -9223372036854775807 to 9223372036854775807",
+            "is not possible; type a whole number from -9223372036854775807 to 9223372036854775807",
         ),
         (
             ["run.threads=100000"],
-            "run.threads=100000 is out of range; type a number from 0 to 1024",
+            "run.threads=100000 is not possible; type a whole number from 0 to 1024",
         ),
         (["name=../../x"], "name=../../x is not the name of one folder"),
         (["name=.."], "name=.. is not the name of one folder"),
@@ -391,7 +391,7 @@ def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
     results, _ = read_results(EXPERIMENTS / "results" / "mini")
     older = [result for result in results if result.config.get("data.image_size") == 64]
     outdated: dict[str, list[str]] = {}
-    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).found
+    assert match(load_experiment(EXPERIMENTS / "table1.yaml"), older, outdated).by_cell
     assert outdated == {}
     assert compose(["profile=mini", "data=folder"]).data.image_size == 64
     assert compose(["data=folder"]).hash != compose(["data=folder", "data.image_size=32"]).hash

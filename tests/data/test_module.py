@@ -169,12 +169,12 @@ TEN = (IMAGES[:10], LABELS[:10])
         ({"source": TEN, "std": "0.5"}, r"std=\('0', '\.', '5'\) is not possible"),
         ({"source": TEN, "augment": "simclr"}, r"augment='simclr' is not possible; write augment=AugmentOptions"),
         ({"source": TEN, "loader": print}, r"loader= is for a data set by its name"),
-        ({"source": TEN, "partition": IID(clients=2.5)}, r"clients=2\.5 is not a whole number: write clients=10"),
+        ({"source": TEN, "partition": IID(clients=2.5)}, r"clients=2\.5 is not possible; .* e\.g\. clients=10"),
         ({"source": TEN, "partition": Partition()}, r"partition=Partition must define deal\(data, seed\)"),
         ({"source": TEN, "limit": 5}, r"limit=5 is for a data set by its name; give fewer images"),
         ({"source": "cifar10", "test": TEN}, r"test= is for arrays and data sets"),
         ({"source": TEN, "partition": "iid"}, r"partition='iid' is not a Partition; write .*IID\(clients=10\)"),
-        ({"source": TEN, "batch_size": 2.5}, r"batch_size=2\.5 is not possible; write batch_size=2, or a larger"),
+        ({"source": TEN, "batch_size": 2.5}, r"batch_size=2\.5 is not possible; write a whole number of at least 2"),
         ({"source": TEN, "seed": -1}, r"seed=-1 is not possible"),
         ({"source": 3}, r"source is int; give a name"),
         ({"source": Dataset}, r"source is <class .*give a name"),
@@ -303,9 +303,9 @@ class Mine(Partition):
         (Mine(rows=()), r"partition=Mine gives images to no client"),
         (
             IID(clients=49),
-            r"^clients=49 is more than there are images \(48\): write clients=48 or fewer",
+            r"^clients=49 is more than there are images \(48\); write clients=48 or fewer",
         ),
-        (IID(clients=0), r"^clients=0 must be at least 1: write clients=10"),
+        (IID(clients=0), r"^clients=0 is not possible; .* e\.g\. clients=10"),
     ],
 )
 def test_a_split_that_is_none_is_refused_by_name(partition: Partition, message: str) -> None:

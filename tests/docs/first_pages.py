@@ -47,7 +47,7 @@ def test_every_line_runs(
         ):  # What has no results has nothing to report.
             continue
         capsys.readouterr()
-        code = main(small(words[1:], tiny_words))
+        code = cli.main(small(words[1:], tiny_words))
         told = capsys.readouterr().err
         assert code == (2 if extra else 0), f"{page.name}: {words}: {told}"
         assert not extra or install_hint(extra) in told, f"{page.name}: {words}: {told}"
@@ -66,14 +66,6 @@ def test_no_extra_can_be_imported() -> None:
     for name in ("flwr", "ray", "onnx", "pyarrow", "dp_accounting"):
         with pytest.raises(ImportError):
             __import__(name)
-
-
-def main(arguments: list[str]) -> int:
-    """The command's exit code, also if it ends by itself."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as ended:
-        return int(ended.code or 0)
 
 
 def small(arguments: list[str], tiny_words: list[str]) -> list[str]:  # noqa: F811

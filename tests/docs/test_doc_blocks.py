@@ -5,8 +5,8 @@ get more words, and CIFAR-10 is a tiny one. Commands are read by the real parser
 tutorials they are run as well.
 """
 
-import argparse
 import configparser
+import importlib
 import itertools
 import re
 import shutil
@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from doc_blocks import PAGES, ROOT, SHELL, blocks_of, prose_of
@@ -27,6 +29,8 @@ from safetensors.torch import save_file
 
 from fedx_pl import FederatedTrainer, RoundCallback, api, backbones, methods
 from fedx_pl.cli import main as cli
+from fedx_pl.cli.commands import fedx_pl
+from fedx_pl.config import registry
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config, all_keys
 from fedx_pl.data import sources
@@ -141,8 +145,8 @@ def test_commands_in_the_text_are_accepted(page: Path) -> None:
 def check_command(words: list[str], tiny_words: list[str] | None, where: str) -> None:
     """Fails if a command would be refused; with ``tiny_words``, runs it as well."""
     program, *arguments = words
-    if program.endswith("python") and arguments[:2] == ["-m", "pip"]:
-        program, arguments = "pip", arguments[2:]
+    if program.endswith("python") and arguments[:1] == ["-m"]:
+        program, arguments = arguments[1], arguments[2:]
     if program == "fedx-pl":
         check_fedx_pl(arguments, tiny_words, where)
     elif program == "make":
@@ -151,25 +155,29 @@ def check_command(words: list[str], tiny_words: list[str] | None, where: str) ->
         check_pip(arguments, where)
     elif program == "pytest":
         assert (ROOT / arguments[0]).exists(), where
+    elif program == "pre_commit":
+        assert (ROOT / ".pre-commit-config.yaml").exists(), where
     else:
         assert program in OTHER_PROGRAMS, f"{where}: is {program} a command? Nothing here checks it"
 
 
 def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str) -> None:
-    arguments = [word.strip("[]") for word in arguments if word not in ("...", "[...]")]
+    arguments = [
+        word if "=[" in word else word.strip("[]")
+        for word in arguments
+        if word not in ("...", "[...]")
+    ]
     if arguments[-1] == "COMMAND" or len(arguments) == 1:
         arguments = [*arguments[:1], "--help"]
     command = arguments[0]
     if "--help" in arguments:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == 0, where
+        assert cli.main(arguments) == 0, where
         return
     options = parse(arguments, where)
     overrides = [
         word for word in options.overrides if "=" in word and not word.startswith("allow_code=")
     ]
-    if command in ("export", "embed", "neighbours") and options.run.exists():
+    if command in ("export", "embed", "neighbors") and options.run.exists():
         assert cli.main(arguments) == 0, where
     elif command == "sweep":
         assert cli.main([*arguments, *([] if options.dry_run else ["--dry-run"])]) == 0, where
@@ -181,22 +189,25 @@ def check_fedx_pl(arguments: list[str], tiny_words: list[str] | None, where: str
         compose([f"data={options.name}", *overrides])
     elif command in ("train", "federate"):
         compose(overrides)
-    if tiny_words and command in ("train", "data"):
+    if command == "train" and re.search(r" data=\w+:", " ".join(arguments)):
+        # Images that the page draws itself: few enough to train on as they are.
+        assert cli.main([*arguments, f"run.threads={THREADS}"]) == 0, where
+    elif tiny_words and command in ("train", "data"):
         more = [word for word in tiny_words if command == "train" or word.startswith("data.")]
         more = more if command == "data" else shrink(overrides, more)
         assert cli.main([*arguments, *more]) == 0, where
 
 
-def parse(arguments: list[str], where: str) -> argparse.Namespace:
-    """As `cli.main` does it."""
+def parse(arguments: list[str], where: str) -> SimpleNamespace:
+    """The options that a command would get."""
+    command: click.Command = fedx_pl
     try:
-        options, more = cli.make_parser().parse_known_args(arguments)
-    except SystemExit:
-        pytest.fail(f"{where}: fedx-pl does not take {arguments}")
-    unknown = [word for word in more if word.startswith("-")]
-    assert not unknown, f"{where}: unknown option {unknown[0]}"
-    options.overrides += more
-    return options
+        while isinstance(command, click.Group):
+            name, command, arguments = command.resolve_command(click.Context(command), arguments)
+        context = command.make_context(name, list(arguments))
+    except click.UsageError as error:
+        pytest.fail(f"{where}: {error.format_message()}")
+    return SimpleNamespace(**({"overrides": ()} | context.params))
 
 
 def check_make(arguments: list[str], where: str) -> None:
@@ -216,6 +227,8 @@ def check_make(arguments: list[str], where: str) -> None:
         ".venv/installed",
         "-o",
         ".venv/installed-dev",
+        "-o",
+        ".venv/installed-docs",
         *targets,
         *values,
     ]
@@ -252,7 +265,7 @@ def test_keys_that_the_text_names_exist() -> None:
             if key.endswith((".md", ".py", ".yaml", ".json", ".sh")):
                 continue
             group = any(name.startswith(f"{key.rstrip('.')}.") for name in known)
-            own = f"{key.removeprefix('method.')}: " in code  # of a method that the page writes
+            own = f"{key.rpartition('.')[2]}: " in code  # of a part that the page writes
             assert key in known or group or own, (
                 f"{page.relative_to(ROOT)} speaks of {key}, which is no key"
             )
@@ -312,6 +325,22 @@ def test_the_collector_sees_the_pages() -> None:
     assert {"README.md", "first-federation.md", "data.md", "scale.md"} <= {
         block.page.name for block in run
     }
+
+
+def test_every_kind_of_part_has_its_row_and_its_example() -> None:
+    page = (ROOT / "docs" / "how-to" / "extend-it.md").read_text()
+    rows = re.findall(r"^\| .* \| `(\w+)` in `([\w/]+)\.py` \|$", page, re.MULTILINE)
+    named = []
+    for name, path in rows:
+        module = path.removesuffix("/__init__").replace("/", ".")
+        found = getattr(importlib.import_module(f"fedx_pl.{module}"), name)
+        named.append(found.built_in if isinstance(found, registry.Kind) else found)
+    command = page.partition("## Use them")[2].partition("```bash")[2].partition("```")[0]
+    for kind in registry.KINDS:
+        assert any(built_in is kind.built_in for built_in in named), kind.key
+        assert f"`fedx_pl.{kind.group}`" in page
+        key = "evaluation.also" if kind is registry.EVALUATION else kind.key.partition(".")[0]
+        assert re.search(rf"\b{key}=\[?my_parts:", command), key
 
 
 def test_the_page_has_the_callbacks_in_their_order() -> None:

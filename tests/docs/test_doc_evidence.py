@@ -60,3 +60,14 @@ def test_the_table_of_five_methods_is_the_mini_report_s() -> None:
         row = {variant: fields[5] for (name, variant), fields in columns.items() if name == method}
         assert [f"{plain} (1)", f"{fedx} (1)"] == [row["B=64"], row["+ FedX"]]
         assert float(difference) == pytest.approx(float(fedx) - float(plain))
+
+
+def test_tests_that_the_threats_name_exist() -> None:
+    """A table of threats is worth what its tests are worth."""
+    tests = {file: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    page = (ROOT / "docs" / "federation.md").read_text()
+    named = re.findall(r"`(?:([a-z_/]+\.py)::)?(test_[a-z0-9_]+)`", page)
+    assert len(named) > 30
+    for file, name in named:
+        homes = [home for home, text in tests.items() if f"def {name}(" in text]
+        assert any(home.as_posix().endswith(f"/{file}") or not file for home in homes), name

@@ -55,26 +55,36 @@ def closure(requirements: list[str]) -> set[str]:
     return found
 
 
-def modules_of_extras() -> set[str]:
-    """Top-level modules that only an extra brings; those that carry the test itself are not among them."""
+def modules_of_extras(*installed: str) -> set[str]:
+    """Top-level modules that only other extras than the installed ones bring.
+
+    Those that carry the test itself are not among them.
+    """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    extras = setup["options.extras_require"]
+    extras = {
+        extra: lines.split("\n")[1:] for extra, lines in setup["options.extras_require"].items()
+    }
     kept = closure(
         [
             *setup["options"]["install_requires"].split("\n")[1:],
+            *(line for extra in installed for line in extras[extra]),
             "pytest",
             "hypothesis",
             "setuptools",
             "pip",
         ]
     )
-    refused = (
-        closure([line for extra in extras for line in extras[extra].split("\n") if line.strip()])
-        - kept
-    )
+    refused = closure([line for lines in extras.values() for line in lines]) - kept
     owners = packages_distributions().items()
     return {module for module, names in owners if {normal(name) for name in names} <= refused}
+
+
+def environment_without(modules: set[str], folder: Path) -> dict[str, str]:
+    """Environment variables with which Python and its children cannot import some modules."""
+    (folder / "sitecustomize.py").write_text(HOOK.format(refused=json.dumps(sorted(modules))))
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
 
 
 def test_what_only_extras_bring_is_known() -> None:
@@ -82,13 +92,13 @@ def test_what_only_extras_bring_is_known() -> None:
     assert not {"numpy", "torch", "pandas", "pytest", "rich", "fedx_pl", "packaging"} & refused
     for module in ("flwr", "ray", "onnx", "onnxscript", "pyarrow", "dp_accounting", "mkdocs"):
         assert module in refused or module not in packages_distributions()
+    assert "mkdocs" not in modules_of_extras("docs")
+    assert {"mypy", "flwr"} & modules_of_extras("docs")
 
 
 def test_the_first_pages_run_without_extras(tmp_path: Path) -> None:
-    refused = modules_of_extras()
-    (tmp_path / "sitecustomize.py").write_text(HOOK.format(refused=json.dumps(sorted(refused))))
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = environment_without(modules_of_extras(), tmp_path)
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [
         sys.executable,
         "-m",

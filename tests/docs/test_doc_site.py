@@ -1,6 +1,5 @@
 """The site: it builds without a warning, without the network, and says what the code says."""
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT
 from helpers import PATIENCE
+from test_doc_extras import environment_without, modules_of_extras
 
 import fedx_pl
 from fedx_pl.config.schema import all_keys
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docs")]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` does it; every stale link, anchor or page is an error."""
+    """Built as `make docs` does it, with the `docs` extra only; a stale link, anchor or page is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -38,7 +38,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nowhere = dict.fromkeys(
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
     )
-    environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    hook = tmp_path_factory.mktemp("hook")
+    docs_only = environment_without(modules_of_extras("docs"), hook)
+    environment = {**docs_only, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -96,7 +98,7 @@ def test_every_key_and_every_command_has_its_line(site: Path) -> None:
         "report",
         "export",
         "embed",
-        "neighbours",
+        "neighbors",
         "federate server",
     ):
         assert f"<code>fedx-pl {command}</code>" in page, f"fedx-pl {command} is not on the page"

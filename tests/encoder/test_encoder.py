@@ -185,14 +185,14 @@ def test_embed_writes_a_table(run: Path, pictures: Path, tmp_path: Path, suffix:
     assert np.isfinite(features).all()
 
 
-def test_neighbours_of_a_red_image_are_red(
+def test_neighbors_of_a_red_image_are_red(
     run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
     query = pictures / "red" / "0.png"
     assert (
         cli.main(
-            ["neighbours", str(run), str(query), str(pictures), "--count", "3", "-o", str(page)]
+            ["neighbors", str(run), str(query), str(pictures), "--count", "3", "-o", str(page)]
         )
         == 0
     )
@@ -217,7 +217,7 @@ def test_embed_writes_npz_unless_asked_otherwise(
 
 
 @pytest.mark.parametrize("typed", ["", "data.cache=none", "data.cache=kept"])
-@pytest.mark.parametrize("command", ["embed", "neighbours"])
+@pytest.mark.parametrize("command", ["embed", "neighbors"])
 def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
     run: Path,
     pictures: Path,
@@ -229,7 +229,7 @@ def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    query = [str(pictures / "red" / "0.png")] if command == "neighbours" else []
+    query = [str(pictures / "red" / "0.png")] if command == "neighbors" else []
     assert (
         cli.main(
             [command, str(run), *query, str(pictures), "-o", "out.npz", *([typed] if typed else [])]
@@ -273,11 +273,11 @@ def test_mistakes_are_named(
         (["embed", str(run), str(pictures), "data.root=x"], "it takes data.cache=FOLDER"),
         (["embed", str(run), str(pictures), "-o", "x.csv"], "ends in .npz or .parquet"),
         (
-            ["neighbours", str(run), str(pictures / "notes.txt"), str(pictures)],
+            ["neighbors", str(run), str(pictures / "notes.txt"), str(pictures)],
             "cannot be read as an image",
         ),
         (
-            ["neighbours", str(run), "a.png", str(pictures), "--count", "-5"],
+            ["neighbors", str(run), "a.png", str(pictures), "--count", "-5"],
             "--count=-5 is not possible; type --count",
         ),
         (["export", str(run), "--round", "7"], "no checkpoint of round 7"),
@@ -308,7 +308,7 @@ def test_a_full_disk_leaves_the_earlier_table(
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("command", ["embed", "neighbours", "export"])
+@pytest.mark.parametrize("command", ["embed", "neighbors", "export"])
 def test_a_pipe_or_a_folder_is_no_place_for_a_file(
     run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_pipe_or_a_folder_is_no_place_for_a_file(
     (tmp_path / "folder.npz").mkdir()
     more = {
         "embed": [pictures],
-        "neighbours": [pictures / "red" / "0.png", pictures],
+        "neighbors": [pictures / "red" / "0.png", pictures],
         "export": [],
     }[command]
     for name in ("pipe.npz", "folder.npz"):
@@ -349,8 +349,8 @@ def test_names_that_are_no_text_are_written_readably_and_stay_different(
     assert sorted(paths) == sorted(expected)
     capsys.readouterr()
     query = os.fsdecode(os.path.join(os.fsencode(folder), names[0]))
-    assert cli.main(["neighbours", str(run), query, str(folder)]) == 0
-    shown = capsys.readouterr().out + (tmp_path / "neighbours.html").read_text()
+    assert cli.main(["neighbors", str(run), query, str(folder)]) == 0
+    shown = capsys.readouterr().out + (tmp_path / "neighbors.html").read_text()
     assert "\x1b" not in shown
     assert shown.count("caf\\xe9.png") >= 3  # a line, its picture and the query
 
@@ -477,7 +477,7 @@ def test_the_encoder_reads_images_by_the_range_of_its_run(
     assert (
         cli.main(
             [
-                "neighbours",
+                "neighbors",
                 str(tmp_path / "deep"),
                 str(query),
                 str(tmp_path / "dark"),
@@ -521,7 +521,7 @@ def test_an_encoder_that_saw_no_deep_images_takes_one_range_for_query_and_folder
     Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32)).save(
         tmp_path / "folder/a.png"
     )
-    command = ["neighbours", str(run), str(tmp_path / "query.png"), str(tmp_path / "folder")]
+    command = ["neighbors", str(run), str(tmp_path / "query.png"), str(tmp_path / "folder")]
     assert cli.main(command) == 0
     assert (
         "0..1023 becomes 0..255, the range of all of them, since the encoder"

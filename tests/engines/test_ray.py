@@ -41,7 +41,8 @@ pytestmark = pytest.mark.xdist_group(
     "ray"
 )  # One Ray for all, also where tests run in two processes.
 
-# BYOL whose process dies, or that raises, where a file of that name says so: FOLDER/ROUND-CLIENT. A file is used once.
+# BYOL whose process dies, or that raises, where a file of that name says so: FOLDER/ROUND-CLIENT. A
+# file is used once.
 MORTAL = """
 import os, signal
 from pathlib import Path
@@ -86,9 +87,14 @@ def shared() -> Iterator[MakeEngine]:
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     ray = import_ray(local=True)
     ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-        object_store_memory=256 << 20, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=256 << 20,
+        _node_ip_address="127.0.0.1",
+    )
     spare: list[Any] = []
 
     class Shared(RayEngine):
@@ -104,7 +110,7 @@ def shared() -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def mortal(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Overrides for a `Mortal` whose fate lies in ``tmp_path / "fate"``, found only by way of the driver's path."""
+    """Overrides for a `Mortal` with its fate in ``tmp_path / "fate"``, on the driver's path."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "mortal.py").write_text(MORTAL)
     monkeypatch.syspath_prepend(tmp_path / "modules")
@@ -125,7 +131,7 @@ def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Eng
     return partial(engine, options=config.engine) if issubclass(engine, RayEngine) else engine
 
 
-# --- the same result --------------------------------------------------------------------------------------------------
+# --- the same result ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,10 @@ def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Eng
 def test_one_process_and_one_or_two_workers_give_the_same_weights(
     tiny: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
 ) -> None:
-    """To the bit, after two rounds: MoCo has a queue and a target of its own, the other lives in examples/."""
+    """To the bit, after two rounds.
+
+    MoCo has a queue and a target of its own, the other lives in examples/.
+    """
     serial = run([*tiny, *method], tmp_path / "serial")
 
     class Complete(shared):
@@ -158,11 +167,11 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
         }
 
 
-def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
+def test_objects_are_sent_to_workers_too(tmp_path: Path, shared: MakeEngine) -> None:
     """Arrays, a class that no module has and a regularizer: as in one process, to the bit."""
 
     class Mine(SimCLR):
-        """Pickled by value: nobody could import it."""
+        """Pickled by value, since it cannot be imported."""
 
     labels = np.arange(36) % 2
     pixels = np.random.default_rng(0).integers(0, 256, (36, 16, 16, 3), dtype=np.uint8)
@@ -173,9 +182,15 @@ def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
     ):
         torch.manual_seed(0)
         trainer = FederatedTrainer(
-            max_rounds=1, local_epochs=1, default_root_dir=tmp_path / name, engine=engine, evaluation=None,
-            regularizer=FedProx(mu=0.1), enable_progress_bar=False, threads=THREADS,
-        )  # fmt: skip
+            max_rounds=1,
+            local_epochs=1,
+            default_root_dir=tmp_path / name,
+            engine=engine,
+            evaluation=None,
+            regularizer=FedProx(mu=0.1),
+            enable_progress_bar=False,
+            threads=THREADS,
+        )
         data = FederatedDataModule((pixels, labels), partition=IID(clients=3), batch_size=8)
         trainer.fit(Mine(resnet10(width=4)), data)
         ends.append(trainer.model.shared_state())
@@ -183,7 +198,7 @@ def test_objects_travel_too(tmp_path: Path, shared: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_tensors_travel_as_they_are(memory_format: torch.memory_format) -> None:
+def test_tensors_are_sent_unchanged(memory_format: torch.memory_format) -> None:
     """Memory order too: a sum over a tensor may depend on it."""
     state = {
         "weight": torch.randn(4, 3, 2, 2).to(memory_format=memory_format),
@@ -200,13 +215,16 @@ def test_tensors_travel_as_they_are(memory_format: torch.memory_format) -> None:
     assert back["weight"].stride() == state["weight"].stride()
 
 
-# --- errors, workers that die -----------------------------------------------------------------------------------------
+# --- errors, workers that die ---------------------------------------------------------------------
 
 
 def test_errors_of_a_client_reach_the_user(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
-    """A mistake as the one line it is; a bug with what the worker's traceback says. Nothing is tried again."""
+    """A mistake as the one line it is; a bug with what the worker's traceback says.
+
+    Nothing is tried again.
+    """
     overrides = [*mortal, "engine.workers=1", f"run.dir={tmp_path / 'run'}"]
     fate = tmp_path / "fate" / "1-0"
     for what, error in (("mistake", UserError), ("bug", ZeroDivisionError)):
@@ -275,7 +293,7 @@ def test_the_client_of_a_dead_worker_is_tried_again(
     assert same(weights(result), weights(undisturbed))
 
 
-def test_without_a_further_try_the_round_goes_on_without_the_client(
+def test_without_a_further_try_the_round_continues_without_the_client(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
     """The weights are those of a round in which client 1 has nothing to give."""
@@ -317,7 +335,7 @@ def test_signals_wait_until_ray_has_started(
     calls: list[str] = []
 
     def init(**_: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         signal.raise_signal(signal.SIGINT)
         calls.append("started")
 
@@ -325,7 +343,7 @@ def test_signals_wait_until_ray_has_started(
         is_initialized=lambda: False, init=init, shutdown=lambda: calls.append("ended")
     )
     monkeypatch.setitem(sys.modules, "ray", fake)
-    mine = lambda number, frame: None  # noqa: E731
+    mine = lambda *_: None  # noqa: E731
     before = signal.signal(signal.SIGTERM, mine)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -343,7 +361,7 @@ def sizes(config: Config, clients: int, cores: int, gpus: int) -> Sizes:
     )
 
 
-# --- how many workers -------------------------------------------------------------------------------------------------
+# --- how many workers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -376,13 +394,16 @@ def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
         sizes(compose(overrides), 10, cores=8, gpus=2)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_all_processes_and_the_run_goes_on_later(
+def test_ctrl_c_ends_all_processes_and_the_run_can_be_resumed(
     tiny: list[str], tmp_path: Path
 ) -> None:
-    """Interrupted on Ray and continued without it: what clients keep for themselves is in the run folder."""
+    """Interrupted on Ray and continued without it.
+
+    What clients keep for themselves is in the run folder.
+    """
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     overrides = [*tiny, "method=byol", "federation.rounds=10000"]
     command = [
@@ -449,7 +470,10 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def status(process: int) -> tuple[int, str, str]:
-    """A process's parent, when it was started, and its state; the name in /proc/PID/stat may hold anything."""
+    """A process's parent, when it was started, and its state.
+
+    The name in /proc/PID/stat may hold anything.
+    """
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), fields[19], fields[0]
 

@@ -39,7 +39,7 @@ def test_boxes_stand_side_by_side_and_are_the_stored_quartiles():
         "class 2",
     ]
     assert len(left.patches) == 6
-    for run, (label, colour) in enumerate((("plain", "#0072b2"), ("FedX", "#d55e00"))):
+    for run, (label, color) in enumerate((("plain", "#0072b2"), ("FedX", "#d55e00"))):
         for place, box in enumerate(named[label]["local_global"].values()):
             patch = left.patches[3 * run + place]
             corners = patch.get_path().vertices
@@ -47,7 +47,7 @@ def test_boxes_stand_side_by_side_and_are_the_stored_quartiles():
             assert corners[:, 1].max() == pytest.approx(box["q3"])
             assert (corners[:, 0].mean() > place) == (run == 1)
             assert abs(corners[:, 0] - place).max() < 0.5
-            assert to_hex(patch.get_facecolor()) == colour
+            assert to_hex(patch.get_facecolor()) == color
 
 
 def test_the_histogram_counts_every_pair_and_marks_the_means():

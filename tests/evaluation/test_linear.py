@@ -236,6 +236,6 @@ def test_the_default_preset_is_the_fedx_authors_and_fedema_has_its_own_values():
     assert values == ("fedema", 200, 3e-3, 0.0, 2048)
     with pytest.raises(
         UserError,
-        match=r"evaluation\.linear\.preset=moco .* type evaluation\.linear\.preset=fedx or",
+        match=r"^preset=.moco. is not possible; write fedx or fedema",
     ):
         LinearOptions(preset="moco")

@@ -18,8 +18,11 @@ def definitions(tmp_path):
 
 @pytest.fixture
 def results(definitions):
-    """CIFAR-10: three seeds of everything, "+ FedX" 2, 3 and 4 above plain, "a<b" exactly plain.
-    SVHN: plain with seed 0, "a<b" with seed 1 only, "+ FedX" with seed 0."""
+    """Results of the made-up experiment.
+
+    CIFAR-10 has three seeds of everything: "+ FedX" is 2, 3 and 4 above plain, "a<b" equals plain.
+    SVHN has plain and "+ FedX" with seed 0, and "a<b" with seed 1.
+    """
     folder = definitions / "results"
     tiny = load_experiment(definitions / "tiny.yaml")
     for seed in range(3):

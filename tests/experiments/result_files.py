@@ -34,30 +34,37 @@ def write_result(
     linear: Mapping[int, float],
     **changes: Any,
 ) -> Path:
-    """A finished run of a cell with accuracies by round; the last is put in the last round.
+    """Writes the result of a finished run.
 
     Args:
-        folder: of the results.
+        folder: the folder of the results.
         experiment: the definition.
         cell: one label of each axis.
-        seed: of the run.
-        linear: linear top-1 by round; the greatest round counts as the run's last.
-        changes: other values for the file's keys.
+        seed: the seed of the run.
+        linear: linear top-1 by round; that of the highest round is put into the run's last round.
+        changes: other values for the keys of the file.
     """
     config = configured(experiment, cell, changes.get("profile", "mini"), seed)
     rounds = config.federation.rounds
     last = max(linear)
-    rows: list[dict[str, Any]] = [{"round": round, "loss": 1.0} for round in range(1, rounds + 1)]
-    for round, value in linear.items():
-        rows[(rounds if round == last else round) - 1] |= {
-            "linear_top1": value,
-            "knn_top1": value / 2,
-        }
+    rows: list[dict[str, Any]] = [{"round": 1 + index, "loss": 1.0} for index in range(rounds)]
+    for round_number, value in linear.items():
+        row = rows[(rounds if round_number == last else round_number) - 1]
+        row |= {"linear_top1": value, "knn_top1": value / 2}
     content = {
-        "format": 1, "name": config.name, "hash": config.hash, "seed": seed, "profile": "mini", "commit": "abc1234",
-        "machine": "2 CPU threads", "seconds": 600.0, "config": config.content(),
-        "untrained": {"linear_top1": 30.0, "knn_top1": 20.0}, "rounds": rows, "evaluations": {},
-    } | changes  # fmt: skip
+        "format": 1,
+        "name": config.name,
+        "hash": config.hash,
+        "seed": seed,
+        "profile": "mini",
+        "commit": "abc1234",
+        "machine": "2 CPU threads",
+        "seconds": 600.0,
+        "config": config.content(),
+        "untrained": {"linear_top1": 30.0, "knn_top1": 20.0},
+        "rounds": rows,
+        "evaluations": {},
+    } | changes
     path = folder / f"{config.name}-s{seed}-{config.hash}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
@@ -65,7 +72,7 @@ def write_result(
 
 
 def lines(folder: Path) -> list[str]:
-    """Of the report."""
+    """The lines of the report."""
     return (folder / "report.md").read_text().splitlines()
 
 

@@ -8,32 +8,26 @@ from fedx_pl.experiments.comparison import (
     NO_SEED,
     ONE_SEED,
     WITHIN,
-    decimal,
     paired,
-    rule,
     spread,
     student,
 )
 
 
 def test_a_spread_is_mean_and_sample_deviation_with_the_number_of_seeds():
-    """38.49, 38.91, 39.33 lie -.42, 0, .42 from their mean: the variance is 2 x .1764 / (3 - 1) = .42 squared."""
+    """-.42, 0, .42 from the mean: the variance is 2 x .1764 / (3 - 1) = .42 squared."""
     assert spread([38.49, 38.91, 39.33]).text() == "38.91 ± 0.42 (3)"
     assert spread([38.91]).text() == "38.91 (1)"
     assert spread([]).text() == "-"
 
 
-def test_gains_have_a_sign_and_nothing_has_no_minus():
+def test_gains_have_a_sign():
     assert spread([1.0, 2.0]).text("+") == "+1.50 ± 0.71 (2)"
-    assert decimal(-0.001) == "0.00"
-    assert decimal(-0.001, "+") == "+0.00"
-    assert decimal(-0.006, "+") == "-0.01"
 
 
 def test_students_quantiles_are_the_tables():
     """Printed tables, 97.5 %: 12.706 for one degree of freedom, 4.303 for two, 2.776 for four."""
     assert [round(student(n), 3) for n in (2, 3, 5)] == [12.706, 4.303, 2.776]
-    assert all(number in rule() for number in ("12.71", "4.30", "2.78"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a report says of the settings that are not the paper's."""
+"""What a report says of settings that differ from the paper's."""
 
 import yaml
 from result_files import lines, write_result
@@ -28,8 +28,8 @@ def test_settings_that_differ_from_the_paper_are_listed_with_their_place(results
     assert "- Tested on the full test set." in lines(results)
 
 
-def test_settings_of_some_experiments_are_told_by_their_names(results, definitions):
-    """The seven cells of "tiny" have fewer clients than the paper, one of the two of "more" has as many."""
+def test_settings_of_some_experiments_are_listed_with_their_names(results, definitions):
+    """All of "tiny" have fewer clients than the paper; one of the two of "more" has as many."""
     clients = {"few": [], "ten": "federation.clients=10"}
     content = {"title": "More", "base": "federation.rounds=30", "axes": {"clients": clients}}
     (definitions / "more.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -41,9 +41,7 @@ def test_settings_of_some_experiments_are_told_by_their_names(results, definitio
     assert " | all but some of more | " in row
 
 
-def test_the_guide_to_the_differences_is_linked_within_the_repository(
-    tmp_path, results, definitions
-):
+def test_the_guide_to_the_differences_is_linked_within_the_repository(results, definitions):
     guide = definitions.parent / "docs" / "faithfulness.md"
     guide.parent.mkdir()
     guide.touch()
@@ -53,8 +51,8 @@ def test_the_guide_to_the_differences_is_linked_within_the_repository(
     )
 
 
-def test_what_the_paper_s_profile_has_not_is_compared_with_its_usual_settings(results, definitions):
-    """Of "longer" profile paper has no cell: all that its definition sets is listed, and where."""
+def test_cells_that_the_paper_has_not_are_compared_with_its_usual_settings(results, definitions):
+    """Profile paper has no cell of "longer": all settings of its definition are listed."""
     content = {
         "title": "Longer",
         "base": "federation.rounds=40 optim.batch_size=64",
@@ -72,8 +70,8 @@ def test_what_the_paper_s_profile_has_not_is_compared_with_its_usual_settings(re
     assert not [line for line in found if line[0] == "| `fedx.enabled`"]
 
 
-def test_what_an_experiment_of_one_s_own_sets_is_listed_at_any_profile(tmp_path, definitions):
-    """Not in the paper: 4 rounds and 2 clients are no settings of the paper only because the profile is named so."""
+def test_settings_of_a_user_s_experiment_are_listed_at_any_profile(tmp_path, definitions):
+    """4 rounds and 2 clients are not the paper's, although the profile is named so."""
     content = {
         "title": "Own",
         "base": "federation.rounds=4",
@@ -94,7 +92,7 @@ def test_what_an_experiment_of_one_s_own_sets_is_listed_at_any_profile(tmp_path,
     assert ("| `federation.clients`", "`10`", "`2`", "all runs") in found
 
 
-def test_a_baseline_that_the_paper_has_not_is_listed(results, definitions):
+def test_settings_of_a_baseline_that_the_paper_has_not_are_listed(results, definitions):
     """The paper has numbers for "+ FedX" only; "plain" has half its batch."""
     (definitions / "paper" / "tables.yaml").write_text(
         yaml.safe_dump({"tiny": {"CIFAR-10": {"+ FedX": [1.0, 2.0]}}})
@@ -104,7 +102,7 @@ def test_a_baseline_that_the_paper_has_not_is_listed(results, definitions):
     assert ("| `optim.batch_size`", "`128`", "`64`", "some of tiny") in found
 
 
-def test_it_is_said_how_often_fedu_was_more_than_byol(results, definitions):
+def test_the_report_says_how_often_fedu_was_more_than_byol(results, definitions):
     """A mean divergence of .5 in one of 30 rounds, and of .3 in the others; mu is .4."""
     content = {
         "title": "FedU",
@@ -123,8 +121,8 @@ def test_it_is_said_how_often_fedu_was_more_than_byol(results, definitions):
     assert "in 1 of 30 rounds" in remark
 
 
-def test_an_experiment_of_which_only_shared_runs_are_there_has_no_section(results, definitions):
-    """The plain run of CIFAR-10 belongs to "tiny", too; no other of "begun" was made."""
+def test_an_experiment_with_only_shared_runs_has_no_section(results, definitions):
+    """The plain run of CIFAR-10 belongs to "tiny" too; "begun" has no other run."""
     axes = {"clients": {"five": [], "seven": "federation.clients=7"}}
     content = {
         "title": "Begun",
@@ -135,7 +133,7 @@ def test_an_experiment_of_which_only_shared_runs_are_there_has_no_section(result
     write_report(results, definitions)
     text = "\n".join(lines(results))
     assert "## Begun" not in text
-    assert "Of these nothing was run, or only what stands in the tables above: Begun." in text
+    assert "Nothing was run of these, or only runs that are in the tables above: Begun." in text
     (definitions / "zbegun.yaml").write_text(yaml.safe_dump(content | {"show": ["curves"]}))
     write_report(results, definitions)
     assert "## Begun" in lines(results)  # The same runs in another form.

@@ -20,7 +20,7 @@ def figure_of(folder, experiment):
     return curves_figure(match(experiment, read_results(folder)[0], {}))
 
 
-def test_a_line_is_the_mean_over_seeds_in_a_band_from_least_to_greatest(tmp_path):
+def test_a_line_is_the_mean_over_seeds_in_a_band_from_lowest_to_highest(tmp_path):
     """Round 5: 38 and 40, mean 39; round 30: 41 and 45, mean 43; untrained 30."""
     experiment = Experiment(name="one", title="One", axes={"variant": AXES["variant"]}, base=BASE)
     write_result(tmp_path, experiment, ("+ FedX",), 0, {5: 38.0, 30: 41.0})
@@ -47,11 +47,15 @@ def test_one_seed_has_no_band_and_is_dotted(tmp_path):
     assert figure_of(tmp_path, experiment).axes[0].lines[0].get_linestyle() == "-"
 
 
-def test_panels_of_the_columns_axis_stand_side_by_side_and_colours_stay(tmp_path):
-    """FedBYOL was run on SVHN only: its panel is under SVHN's, and the place under CIFAR-10's stays empty."""
+def test_panels_of_the_columns_axis_are_side_by_side_with_the_same_colors(tmp_path):
+    """FedBYOL was run on SVHN only: the place below CIFAR-10 stays empty."""
     experiment = Experiment(name="many", title="Many", axes=AXES, columns="data", base=BASE)
-    for cell in (("CIFAR-10", "FedSimCLR", "plain"), ("CIFAR-10", "FedSimCLR", "+ FedX"),
-                 ("SVHN", "FedSimCLR", "+ FedX"), ("SVHN", "FedBYOL", "+ FedX")):  # fmt: skip
+    for cell in (
+        ("CIFAR-10", "FedSimCLR", "plain"),
+        ("CIFAR-10", "FedSimCLR", "+ FedX"),
+        ("SVHN", "FedSimCLR", "+ FedX"),
+        ("SVHN", "FedBYOL", "+ FedX"),
+    ):
         write_result(tmp_path, experiment, cell, 0, {5: 38.0, 30: 41.0})
     figure = figure_of(tmp_path, experiment)
     titles = [axes.get_title() if axes.get_visible() else None for axes in figure.axes]
@@ -81,7 +85,7 @@ def test_panels_of_one_label_of_the_columns_axis_fill_rows(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_many_labels_stay_apart_and_the_picture_fits_a_page(tmp_path, count):
+def test_many_labels_look_different_and_the_picture_fits_a_page(tmp_path, count):
     labels = {
         f"weight {number}": [f"fedx.local_relation=0.{number + 1}"] for number in range(count)
     }

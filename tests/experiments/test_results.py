@@ -34,16 +34,16 @@ def test_results_are_found_by_cell_and_seed(tmp_path):
     runs, problems, outdated = found(tmp_path)
     assert not problems
     assert not outdated
-    assert list(runs.found) == [("+ FedX",)]
+    assert list(runs.by_cell) == [("+ FedX",)]
     assert runs.missing == [("plain",)]
-    first, second = runs.found["+ FedX",][0], runs.found["+ FedX",][2]
+    first, second = runs.by_cell["+ FedX",][0], runs.by_cell["+ FedX",][2]
     assert (first.last(), first.best(), second.last(), second.best()) == (42.0, 43.0, 44.0, 45.0)
     assert first.measured() == [(5, 41.0), (10, 43.0), (30, 42.0)]
     assert first.last("knn_top1") == 21.0
     assert runs.values(("+ FedX",), lambda result: result.last()) == {0: 42.0, 2: 44.0}
 
 
-def test_a_last_round_without_accuracy_has_none_and_never_an_earlier_one(tmp_path):
+def test_a_last_round_without_accuracy_does_not_take_an_earlier_one(tmp_path):
     path = write_result(tmp_path, TINY, ("plain",), 0, {5: 41.0, 10: 42.0})
     content = json.loads(path.read_text())
     content["rounds"][-1]["linear_top1"] = float("nan")
@@ -82,13 +82,13 @@ def test_a_copy_of_a_result_does_not_count_twice(tmp_path):
 
 
 def test_a_result_of_an_older_default_is_left_out_with_the_reason(tmp_path):
-    """The hash is made of what differs from the defaults: it stays when a default changes, the stored values tell."""
+    """The hash covers what differs from the defaults, so a new default does not change it."""
     path = write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     content = json.loads(path.read_text())
     content["config"]["optim"]["momentum"] = 0.5
     path.write_text(json.dumps(content))
     runs, _, outdated = found(tmp_path)
-    assert not runs.found
+    assert not runs.by_cell
     assert outdated == {content["hash"]: ["optim.momentum was 0.5, is 0.9"]}
 
 
@@ -98,7 +98,7 @@ def test_keys_that_only_one_side_has_do_not_matter(tmp_path):
     del content["config"]["optim"]["momentum"]
     content["config"]["optim"]["gone"] = 1
     path.write_text(json.dumps(content))
-    assert list(found(tmp_path)[0].found) == [("plain",)]
+    assert list(found(tmp_path)[0].by_cell) == [("plain",)]
 
 
 def test_a_run_without_the_evaluation_of_the_experiment_is_not_its_result(tmp_path):
@@ -117,8 +117,8 @@ def test_a_run_without_the_evaluation_of_the_experiment_is_not_its_result(tmp_pa
     content = json.loads(path.read_text())
     del content["evaluations"]
     path.write_text(json.dumps(content))
-    assert list(found(tmp_path)[0].found["plain",]) == [0, 1, 2]
-    [(seed, result)] = found(tmp_path, semi)[0].found["plain",].items()
+    assert list(found(tmp_path)[0].by_cell["plain",]) == [0, 1, 2]
+    [(seed, result)] = found(tmp_path, semi)[0].by_cell["plain",].items()
     assert (seed, result.evaluations) == (1, {"semi": measured})
 
 
@@ -136,7 +136,7 @@ def test_profiles_are_not_mixed(tmp_path):
         read_results(tmp_path)
 
 
-def test_values_are_compared_as_json_has_them(tmp_path):
+def test_values_are_compared_with_the_types_of_json(tmp_path):
     """A tuple is a list."""
     file = write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     assert changes(read_result(file), configured(TINY, ("plain",), "mini", 0)) == []
@@ -171,7 +171,7 @@ def test_a_seed_of_the_definition_wins():
     )
 
 
-def test_a_run_that_others_build_on_is_looked_up_for_every_seed():
+def test_a_run_that_others_build_on_is_found_for_every_seed():
     """The base's folder has the seed in its name."""
     variants = {"+ FedCA": ["fedca=true", "fedca.base=@base"]}
     needy = Experiment(
@@ -193,14 +193,14 @@ def made_before_all_labels_were_used(path):
     path.write_text(json.dumps(content))
 
 
-def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(tmp_path):
-    """They are reported as such, are not done for a sweep, and never stand beside results with all labels."""
+def test_results_that_do_not_record_their_labels_had_those_of_the_subset(tmp_path):
+    """They are reported so, do not count for a sweep, and are never mixed with all labels."""
     paths = [write_result(tmp_path, FEW, (variant,), 0, {5: 40.0}) for variant in VARIANTS]
     for path in paths:
         made_before_all_labels_were_used(path)
     runs, _, outdated = found(tmp_path, FEW)
-    assert (len(runs.found), outdated) == (2, {})
-    assert all(result.few_labels for cell in runs.found for result in runs.of(cell))
+    assert (len(runs.by_cell), outdated) == (2, {})
+    assert all(result.few_labels for result in runs.results())
     plain = read_result(paths[0])
     assert changes(plain, configured(FEW, ("plain",), "mini", 0)) == [
         "evaluation.labels was limit, is all"
@@ -208,7 +208,7 @@ def test_results_that_do_not_say_which_labels_were_used_had_those_of_the_subset(
 
     write_result(tmp_path, FEW, ("+ FedX",), 0, {5: 42.0})
     runs, _, outdated = found(tmp_path, FEW)
-    assert list(runs.found) == [("+ FedX",)]
+    assert list(runs.by_cell) == [("+ FedX",)]
     assert list(outdated.values()) == [["evaluation.labels was limit, is all"]]
 
 

@@ -1,4 +1,4 @@
-"""The runner of experiments: what is finished is not run again, what was cut off goes on, what fails is named."""
+"""A sweep resumes interrupted runs, does not repeat finished ones, and names those that fail."""
 
 import fcntl
 import io
@@ -11,39 +11,38 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import EXPERIMENTS, METHOD, PATIENCE, definition, forget_modules
+from job_folders import evaluated, finished, job_in
 from rich.console import Console
 
 from fedx_pl.cli.main import main
 from fedx_pl.config import registry
 from fedx_pl.config.compose import compose
-from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
+from fedx_pl.experiments.definition import parse_places
+from fedx_pl.experiments.jobs import Job
 from fedx_pl.experiments.results import changes, evaluation_settings, read_result
-from fedx_pl.experiments.sweep import Job, Sweep, places
-from fedx_pl.federation.checkpoint import Checkpoints
-from fedx_pl.federation.round import GlobalState
-from fedx_pl.federation.run_state import RunState
+from fedx_pl.experiments.sweep import Sweep
 from fedx_pl.files import is_locked, lock, sealed
 from fedx_pl.provenance.foreign_code import Record, code_of, write_record
 
 
 @pytest.fixture
 def experiment(tiny: list[str], tmp_path: Path) -> Path:
-    """Two runs that work and one that does not."""
+    """An experiment of two runs that work and one that does not."""
     what = " ".join(
         word for word in tiny if not word.startswith(("run.", "data.root", "data.download"))
     )
     return definition(
         tmp_path / "experiments",
         f"title: mine\nbase: {what}\n"
-        "axes:\n  variant: {plain: method=simclr, + FedX: fedx=true, broken: partition.file=/nowhere.json}\n"
+        "axes:\n  variant: {plain: method=simclr, + FedX: fedx=true, "
+        "broken: partition.file=/nowhere.json}\n"
         "baseline: plain\n",
     )
 
@@ -52,7 +51,7 @@ def where(tiny: list[str]) -> list[str]:
     return [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
 
 
-def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
+def test_a_sweep_continues_after_a_failure_and_runs_nothing_twice(
     experiment: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -86,7 +85,7 @@ def test_a_sweep_goes_on_after_a_failure_and_runs_nothing_twice(
     assert "one seed: no statement" in page
 
 
-# Trains two rounds, and the third when its gate is open.
+# Trains two rounds, and the third once the file `gate` exists.
 WAITS = """
 import time
 from pathlib import Path
@@ -106,15 +105,16 @@ class Waits(SimCLR):
 """
 
 
-def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -> None:
-    """A sweep that is told to end ends its runs as well; the next one starts after the last finished round."""
+def test_an_interrupted_sweep_resumes(tiny: list[str], tmp_path: Path) -> None:
+    """SIGTERM ends the runs as well; the next sweep resumes after the last finished round."""
     what = " ".join(
         word
         for word in tiny
         if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
     )
     (tmp_path / "waits.py").write_text(WAITS)
-    words = f"method=waits:Waits method.gate={tmp_path / 'gate'} federation.rounds=4 evaluation.knn_every=4"
+    words = f"method=waits:Waits method.gate={tmp_path / 'gate'} federation.rounds=4"
+    words += " evaluation.knn_every=4"
     axes = f"axes:\n  variant: {{plain: {words}}}"
     path = definition(tmp_path / "experiments", f"title: mine\nbase: {what}\n{axes}\n")
     command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
@@ -136,7 +136,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     (table,) = (tmp_path / "runs").glob("*/metrics.csv")
     assert table.read_text().count("\n") - 1 == 2
     assert not list(path.parent.glob("results/*/*.json"))
-    lock(table.parent).close()  # Nobody is training there any more.
+    lock(table.parent).close()  # No process trains there any more.
 
     (tmp_path / "gate").touch()
     second = subprocess.run(
@@ -144,7 +144,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tiny: list[str], tmp_path: Path) -
     )
     assert second.returncode == 0, second.stdout
     log = next((tmp_path / "runs").glob("*.log")).read_text()
-    assert "going on after round 2 of 4" in log
+    assert "resuming after round 2 of 4" in log
     assert len(list(path.parent.glob("results/paper/*.json"))) == 1
 
 
@@ -168,84 +168,6 @@ def test_a_dry_run_lists_the_commands(capsys: pytest.CaptureFixture[str], tmp_pa
         compose(line.split()[2:])
 
 
-def finished(job: Job, config: Config | None = None, **row: float) -> Job:
-    """Leaves what a finished run leaves, as far as the runner looks at it."""
-    job.folder.mkdir(parents=True)
-    (job.folder / "config.yaml").write_text((config or job.config).to_yaml())
-    rounds = range(1, job.config.federation.rounds + 1)
-    (job.folder / "metrics.csv").write_text("\n".join(["round", *map(str, rounds), ""]))
-    rows = [{"round": n, **(row or {"linear_top1": 12.5})} for n in rounds]
-    state = RunState(round=rounds[-1], rows=rows, seconds=3.0)
-    Checkpoints(job.folder).commit(state, GlobalState(weights={"w": torch.zeros(1)}))
-    (job.folder / "encoder.safetensors").touch()
-    return job
-
-
-def test_a_run_whose_newest_round_is_damaged_is_trained_on(tmp_path: Path) -> None:
-    job = job_in(tmp_path, "federation.rounds=2")
-    finished(job)
-    Checkpoints(job.folder).commit(
-        RunState(round=1, rows=[{"round": 1}], seconds=1.0),
-        GlobalState(weights={"w": torch.zeros(1)}),
-    )
-    assert job.next_command() is None
-    state = job.folder / "checkpoints" / "round_00002" / "state.json"
-    state.write_text(state.read_text().replace("12.5", "92.5"))
-    (job.folder / "metrics.csv").write_bytes(b"round\n\xff1\n2\n")
-    assert job.next_command() == ["train", *job.overrides, "--yes"]
-
-
-def test_what_a_run_was_given_beside_its_code_does_not_make_a_sweep_train_it_again(
-    tmp_path: Path,
-) -> None:
-    """Such as the weights of FedCA's base, which `train` compares itself."""
-    job = finished(job_in(tmp_path))
-    write_record(job.folder, Record(objects={"weights of fedca.base": "0" * 64}))
-    assert job.next_command() is None
-
-
-def job_in(tmp_path: Path, *words: str, evaluate: Sequence[str] = (), name: str = "run") -> Job:
-    overrides = [f"run.dir={tmp_path / name}", "federation.rounds=1", "run.threads=1", *words]
-    return Job(overrides=overrides, config=compose(overrides), evaluate=list(evaluate))
-
-
-def evaluated(job: Job, kind: str, round: int = 1, **settings: object) -> None:
-    document = {
-        "round": round,
-        "settings": evaluation_settings(kind, job.config) | settings,
-        "results": {"x": 1.0},
-    }
-    (job.folder / "evaluation").mkdir(exist_ok=True)
-    (job.folder / "evaluation" / f"{kind}.json").write_text(json.dumps(document))
-
-
-def test_a_run_that_evaluates_is_finished_when_it_has_been_evaluated(tmp_path: Path) -> None:
-    """Training comes first, then each kind of evaluation that has not left its file yet.
-
-    A file of an earlier round or made with other settings is somebody's look at the run, not the experiment's.
-    """
-    job = job_in(tmp_path, evaluate=["semi", "geometry"])
-    assert job.next_command() == ["train", *job.overrides, "--yes"]
-    finished(job)
-    first = ["evaluate", str(tmp_path / "run"), "semi", "run.threads=1"]
-    assert job.next_command() == first
-    evaluated(job, "semi", round=0)
-    assert job.next_command() == first
-    evaluated(job, "semi", epochs=1)
-    assert job.next_command() == first
-    evaluated(job, "semi")
-    assert job.next_command() == ["evaluate", str(tmp_path / "run"), "geometry", "run.threads=1"]
-    evaluated(job, "geometry")
-    assert job.next_command() is None
-
-
-def test_a_finished_run_of_another_default_is_not_relabelled(tmp_path: Path) -> None:
-    """A default may change without the hash: the folder holds what was trained, and training there is refused."""
-    job = job_in(tmp_path)
-    finished(job, compose([*job.overrides, "fedx.tau=0.2"]))
-    assert job.next_command() == ["train", *job.overrides, "--yes"]
-
-
 def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
     output = io.StringIO()
     runner = Sweep(jobs, tmp_path / "results", 1, Console(file=output, width=500))
@@ -256,16 +178,16 @@ def sweep(jobs: list[Job], tmp_path: Path) -> tuple[Sweep, str]:
 @pytest.mark.parametrize(
     ("change", "counts"),
     [
-        (lambda result: None, True),
-        (lambda result: result["config"]["fedx"].pop("queue_size"), True),  # A key that came later.
-        (lambda result: result["config"]["fedx"].update(tau=0.2), False),  # Another default.
-        (lambda result: result["rounds"].pop(), False),  # It was cut off.
+        (lambda _: None, True),
+        (lambda result: result["config"]["fedx"].pop("queue_size"), True),  # a newer key
+        (lambda result: result["config"]["fedx"].update(tau=0.2), False),  # another default
+        (lambda result: result["rounds"].pop(), False),  # interrupted
         (lambda result: result["rounds"].clear(), False),
-        (lambda result: result.pop("machine"), False),  # The report would leave it out.
+        (lambda result: result.pop("machine"), False),  # left out by the report
         (lambda result: result.update(format=0), False),
     ],
 )
-def test_a_result_counts_if_the_report_would_take_it(
+def test_a_result_counts_if_the_report_would_use_it(
     change: Callable[[dict[str, Any]], object], counts: bool, tmp_path: Path
 ) -> None:
     job = finished(job_in(tmp_path, "federation.rounds=2"))
@@ -277,14 +199,14 @@ def test_a_result_counts_if_the_report_would_take_it(
     assert (Sweep([job], tmp_path / "results", 1, Console()).done == [job]) == counts
 
 
-def test_a_torn_result_does_not_count(tmp_path: Path) -> None:
+def test_a_truncated_result_does_not_count(tmp_path: Path) -> None:
     job = finished(job_in(tmp_path))
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / f"{job.name}.json").write_text("{")
     assert Sweep([job], tmp_path / "results", 1, Console()).waiting == [job]
 
 
-def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_path: Path) -> None:
+def test_the_expected_time_comes_from_the_rounds_of_earlier_runs(tmp_path: Path) -> None:
     """Three of five rounds are left, a round took 10 s, two runs go at once: 15 s."""
     begun = job_in(tmp_path, "federation.rounds=5", name="begun")
     begun.folder.mkdir()
@@ -300,8 +222,8 @@ def test_how_long_a_sweep_takes_is_known_from_the_rounds_of_earlier_runs(tmp_pat
     assert Sweep([elsewhere], tmp_path / "results", 2, console).expected_seconds() is None
 
 
-def test_a_failed_run_does_not_shorten_what_the_others_take(tmp_path: Path) -> None:
-    """Its rounds will not be run: they are neither done nor to do."""
+def test_the_rounds_of_a_failed_run_are_not_left_to_do(tmp_path: Path) -> None:
+    """They will not be run, and must not count as done either."""
     bad, good = (
         job_in(tmp_path, "federation.rounds=20", f"seed={i}", name=f"{i}") for i in range(2)
     )
@@ -312,8 +234,8 @@ def test_a_failed_run_does_not_shorten_what_the_others_take(tmp_path: Path) -> N
     assert sweep.rounds_left() == 20
 
 
-def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
-    """A sweep that was killed outright leaves its runs training: the next one takes their results."""
+def test_a_sweep_waits_for_a_run_that_another_process_trains(tmp_path: Path) -> None:
+    """The runs of a killed sweep train on; the next sweep takes their results."""
     job = finished(job_in(tmp_path))
     held = lock(job.folder)
     output = io.StringIO()
@@ -332,17 +254,17 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
     other.start()
     try:
         assert runner.run() == []
-        assert held.closed  # Somebody trained there until then.
+        assert held.closed  # Another process trained there until then.
     finally:
         ended.set()
         other.join()
     assert runner.done == [job]
-    for part in ("%", "ETA unknown: waiting for the", "already"):  # All of it, on 80 columns.
+    for part in ("%", "ETA unknown", "waiting for the", "already"):  # All of it, on 80 columns.
         assert part in output.getvalue()
 
 
-def test_asking_for_a_lock_does_not_take_it(tmp_path: Path) -> None:
-    """Two sweeps look at the same folder while a run starts there: nobody is told that somebody trains."""
+def test_checking_a_lock_does_not_take_it(tmp_path: Path) -> None:
+    """Two sweeps may check the same folder while a run starts there."""
     lock(tmp_path).close()
     ended = threading.Event()
 
@@ -364,21 +286,21 @@ def test_asking_for_a_lock_does_not_take_it(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
 
 
-def test_a_run_starts_while_others_ask_for_its_lock(
+def test_a_run_starts_while_others_check_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks has it for a moment; a process that starts to train then is not turned away."""
+    """A check holds the lock for a moment; a process that starts then is not refused."""
     lock(tmp_path).close()
     asking = open(tmp_path / ".lock")  # noqa: SIM115
     fcntl.flock(asking, fcntl.LOCK_SH)
-    monkeypatch.setattr("fedx_pl.files.time.sleep", lambda seconds: asking.close())
+    monkeypatch.setattr("fedx_pl.files.time.sleep", lambda _: asking.close())
     lock(tmp_path).close()
     assert asking.closed
 
 
-def test_a_run_that_another_sweep_took_a_moment_before_is_waited_for(tmp_path: Path) -> None:
+def test_a_sweep_waits_for_a_run_that_another_sweep_has_just_started(tmp_path: Path) -> None:
     class Second(Job):
-        """Its process finds the folder locked; when it is looked at again, the other one has finished."""
+        """Its process finds the folder locked; later the other process has finished."""
 
         def next_command(self) -> list[str] | None:
             return None if self.log.exists() else ["train"]
@@ -392,15 +314,13 @@ def test_a_run_that_another_sweep_took_a_moment_before_is_waited_for(tmp_path: P
     second.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
     second.process.wait()
     runner.running.append(second)
-    runner._look_after()
-    assert (runner.failed, runner.waiting) == ([], [second])
-    assert "another process trains it; waiting" in output.getvalue()
     assert runner.run() == []
+    assert "another process trains it; waiting" in output.getvalue()
     assert runner.done == [second]
 
 
-def test_the_numbers_of_a_table_are_those_with_a_checksum(tmp_path: Path) -> None:
-    """One flipped bit of metrics.json makes 92.5 of 12.5; one of an evaluation is measured again."""
+def test_the_numbers_of_a_result_are_those_with_a_checksum(tmp_path: Path) -> None:
+    """metrics.json may be damaged; a damaged evaluation is measured again."""
     job = finished(job_in(tmp_path, evaluate=["knn"]))
     (job.folder / "metrics.json").write_text(
         json.dumps({"rounds": [{"round": 1, "linear_top1": 92.5}]})
@@ -419,7 +339,7 @@ def test_the_numbers_of_a_table_are_those_with_a_checksum(tmp_path: Path) -> Non
     )
 
 
-def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Path) -> None:
+def test_a_failure_shows_the_error_of_the_process_that_failed(tmp_path: Path) -> None:
     class Killed(Job):
         def next_command(self) -> list[str]:
             return ["train", "nonsense=1"]
@@ -432,10 +352,10 @@ def test_a_failure_is_told_in_the_words_of_the_process_that_failed(tmp_path: Pat
     assert "an earlier try" not in output
 
 
-def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
-    assert places(["run.root=a", "data.root=b"], workers=1) == ["run.root=a", "data.root=b"]
+def test_overrides_of_a_sweep_cannot_change_the_experiment() -> None:
+    assert parse_places(["run.root=a", "data.root=b"], workers=1) == ["run.root=a", "data.root=b"]
     with pytest.raises(UserError, match=r"federation.rounds=2 would change the experiment"):
-        places(["federation.rounds=2"], workers=1)
+        parse_places(["federation.rounds=2"], workers=1)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +366,7 @@ def test_overrides_of_a_sweep_say_where_and_not_what() -> None:
         (["table1", "--seeds", "0,x"], "--seeds 0,x are not whole numbers"),
     ],
 )
-def test_a_sweep_of_nothing_is_a_mistake(
+def test_a_sweep_of_nothing_is_an_error(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ["profile=mini", "--definitions", str(EXPERIMENTS), "--dry-run"]
@@ -455,10 +375,8 @@ def test_a_sweep_of_nothing_is_a_mistake(
 
 
 def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
-    bad, good = (
-        finished(job_in(tmp_path, "seed=1", name="a")),
-        finished(job_in(tmp_path, "seed=2", name="b")),
-    )
+    bad = finished(job_in(tmp_path, "seed=1", name="a"))
+    good = finished(job_in(tmp_path, "seed=2", name="b"))
     (bad.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     runner, output = sweep([bad, good], tmp_path)
     assert runner.failed == [bad]
@@ -467,7 +385,7 @@ def test_a_damaged_run_fails_alone(tmp_path: Path) -> None:
     assert "done, linear 12.50" in output
 
 
-def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_that_succeeds_without_doing_anything_fails(tmp_path: Path) -> None:
     class Idle(Job):
         def next_command(self) -> list[str]:
             return ["--help"]
@@ -482,11 +400,9 @@ def test_a_run_that_ends_well_and_does_nothing_is_not_started_again(tmp_path: Pa
     assert job.process.poll() == 0
 
 
-def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
-    base, user = (
-        finished(job_in(tmp_path, "seed=1", name="a")),
-        job_in(tmp_path, "seed=2", name="b"),
-    )
+def test_a_run_that_builds_on_a_failed_one_fails(tmp_path: Path) -> None:
+    base = finished(job_in(tmp_path, "seed=1", name="a"))
+    user = job_in(tmp_path, "seed=2", name="b")
     (base.folder / "checkpoints" / "round_00001" / "state.json").write_text("{")
     user.needs = [base.config.hash]
     runner, output = sweep([base, user], tmp_path)
@@ -495,10 +411,8 @@ def test_what_builds_on_a_failed_run_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_needed_run_must_still_have_its_folder(tmp_path: Path) -> None:
-    base, user = (
-        finished(job_in(tmp_path, "seed=1", name="a")),
-        finished(job_in(tmp_path, "seed=2", name="b")),
-    )
+    base = finished(job_in(tmp_path, "seed=1", name="a"))
+    user = finished(job_in(tmp_path, "seed=2", name="b"))
     sweep([base], tmp_path)
     user.needs = [base.config.hash]
     assert base in Sweep([base, user], tmp_path / "results", 1, Console()).done
@@ -507,7 +421,7 @@ def test_a_needed_run_must_still_have_its_folder(tmp_path: Path) -> None:
     assert base in Sweep([base], tmp_path / "results", 1, Console()).done
 
 
-def test_evaluations_outlive_their_run_folder(tmp_path: Path) -> None:
+def test_evaluations_stay_in_a_result_without_its_run_folder(tmp_path: Path) -> None:
     job = finished(job_in(tmp_path, evaluate=["semi"]))
     evaluated(job, "semi")
     sweep([job], tmp_path)
@@ -525,7 +439,8 @@ def test_evaluations_outlive_their_run_folder(tmp_path: Path) -> None:
 def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
     job = finished(job_in(tmp_path))
     job.log.write_text(
-        "# commit abc1234: fedx-pl train\nround 1\n# commit def5678: fedx-pl train\n# commit def5678: x\n"
+        "# commit abc1234: fedx-pl train\nround 1\n"
+        "# commit def5678: fedx-pl train\n# commit def5678: x\n"
     )
     sweep([job], tmp_path)
     assert (
@@ -544,7 +459,7 @@ def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
         (["table1", "--seeds", "a"], "type --seeds 0,1,2"),
     ],
 )
-def test_a_sweep_says_what_to_type(
+def test_an_error_says_what_to_type(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", *words, "--definitions", str(EXPERIMENTS)]) == 2
@@ -552,16 +467,21 @@ def test_a_sweep_says_what_to_type(
 
 
 def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) -> None:
-    """Nor does the folder of its run. Code as it was counts again; a file that says nothing of it stays readable."""
+    """Nor does its run folder. The old code counts again; a file without a hash stays readable."""
     (modules / "mine.py").write_text(METHOD)
     job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
-    assert job.next_command() == ["train", *job.overrides, "--yes"]  # Who knows what trained it.
+    assert job.next_command() == [
+        "train",
+        *job.overrides,
+        "--yes",
+    ]  # No record says what trained it.
     write_record(job.folder, Record(code_of(registry.find(registry.METHOD, "mine:Mine"))))
     assert job.next_command()[:3] == ["evaluate", str(job.folder), "semi"]
     assert "allow_code=true" in job.next_command()
     evaluated(job, "semi")
     sweep([job], tmp_path)
-    results, file = tmp_path / "results", tmp_path / "results" / f"{job.name}.json"
+    results = tmp_path / "results"
+    file = results / f"{job.name}.json"
     assert len(json.loads(file.read_text())["code"]) == 16
     assert Sweep([job], results, 1, Console()).done == [job]
 

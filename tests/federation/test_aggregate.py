@@ -25,14 +25,17 @@ def test_the_mean_is_weighted_by_images() -> None:
 
 
 def test_weights_belong_to_the_clients_that_took_part_and_sum_to_one() -> None:
-    """Clients 1 and 3 of four (sizes 10, 20, 30, 40): (20 a + 40 b) / 60, not shares of the whole 100."""
+    """Clients 1 and 3 of four (sizes 10, 20, 30, 40).
+
+    (20 a + 40 b) / 60, not shares of the whole 100.
+    """
     average = FedAvg(state(0))
     average.add(state(3.0), 20)
     average.add(state(6.0), 40)
     assert average.result()["w"][0, 0].item() == pytest.approx(5.0)
 
 
-def test_huge_but_finite_values_are_no_infinity() -> None:
+def test_huge_but_finite_values_are_not_infinity() -> None:
     """Their float32 sum overflows, their mean does not."""
     average = FedAvg(state(0))
     average.add(state(3e38), 1)
@@ -45,10 +48,10 @@ def test_integer_buffers_keep_their_dtype() -> None:
     average.add(state(0, steps=13), 1)
     tracked = average.result()["bn.num_batches_tracked"]
     assert tracked.dtype == torch.int64
-    assert tracked.item() == 12  # 11.5 rounds to the even neighbour
+    assert tracked.item() == 12  # 11.5 rounds to the even neighbor
 
 
-def test_the_order_of_arrival_does_not_show() -> None:
+def test_the_order_of_arrival_does_not_matter() -> None:
     generator = torch.Generator().manual_seed(0)
     updates = [({"w": torch.randn(1000, generator=generator)}, n) for n in (17, 4999, 250, 1)]
     results = []
@@ -75,7 +78,10 @@ def test_the_mean_lies_between_the_clients(clients: list[tuple[float, int]]) -> 
 
 
 def test_half_precision_weights_are_accumulated_wide() -> None:
-    """2048 + 1 is 2048 in float16: a running sum in half precision would lose every second update."""
+    """2048 + 1 is 2048 in float16.
+
+    A running sum in half precision would lose every second update.
+    """
     average = FedAvg({"w": torch.zeros(1, dtype=torch.float16)})
     for _ in range(4096):
         average.add({"w": torch.ones(1, dtype=torch.float16)}, 1)
@@ -121,7 +127,7 @@ def test_a_bad_update_is_refused_and_leaves_the_average_as_it_was(
     assert average.result()["w"][0, 0].item() == 2.0
 
 
-def test_a_federation_may_know_how_many_images_are_absurd() -> None:
+def test_a_claim_of_too_many_images_is_refused() -> None:
     average = FedAvg(state(0), max_images=100)
     average.add(state(1), 100)
     with pytest.raises(BadUpdate, match="101 images, possible are 1 to 100"):
@@ -129,7 +135,10 @@ def test_a_federation_may_know_how_many_images_are_absurd() -> None:
 
 
 def test_a_negative_variance_is_refused_by_name() -> None:
-    """BatchNorm takes its root: one negative value makes NaN of every image. Zero and -0 are none."""
+    """BatchNorm takes its root: one negative value makes NaN of every image.
+
+    Zero and -0 are none.
+    """
     names = ("conv.weight", "a.running_var", "b.running_var")
     average = FedAvg({name: torch.ones(3) for name in names})
     average.add({name: torch.tensor([0.0, -0.0, 1.0]) for name in names}, 1)
@@ -149,8 +158,11 @@ def test_an_empty_average_says_so() -> None:
 
 
 def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
-    """Weights (3, 4) have length 5. (30, 40) is ten times as long; (9, 12), three times, is just let in. BatchNorm's
-    statistics do not count."""
+    """Weights (3, 4) have length 5.
+
+    (30, 40) is ten times as long; (9, 12), three times, is just let in. BatchNorm's statistics do
+    not count.
+    """
     reference = {"w": torch.tensor([3.0, 4.0]), "bn.running_var": torch.ones(1)}
     average = make_rule(AggregateOptions(), GlobalState(weights=reference))
     with pytest.raises(
@@ -161,7 +173,7 @@ def test_the_plain_mean_refuses_an_update_that_is_far_too_long() -> None:
     assert average.num_clients == 1
 
 
-# --- weights that are no longer the global ones, statistics and counters that cannot be ------------------------------
+# --- weights that are no longer the global ones, statistics and counters that cannot be -----------
 
 
 WEIGHTS = {"backbone.w": torch.tensor([3.0, 4.0]), "head.w": torch.tensor([12.0])}
@@ -188,7 +200,7 @@ def times(backbone: float, head: float = 1.0) -> dict[str, torch.Tensor]:
         ),  # replaced
     ],
 )
-def test_weights_that_were_shrunk_turned_round_or_replaced_are_refused(
+def test_weights_that_were_shrunk_reversed_or_replaced_are_refused(
     bad: dict[str, torch.Tensor], reason: str
 ) -> None:
     rule = make_rule(AggregateOptions(), GlobalState(weights=WEIGHTS))
@@ -237,7 +249,7 @@ def test_statistics_that_would_never_be_forgotten_are_refused_by_name(
     assert average.num_clients == 1
 
 
-# --- the share of one client ------------------------------------------------------------------------------------------
+# --- the share of one client ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,6 +270,20 @@ def test_no_client_counts_for_more_than_its_share(
     assert list(counted(dict(enumerate(images)), share).values()) == expected
 
 
+def test_a_layer_that_goes_straight_back_is_refused_and_one_that_goes_sideways_is_not() -> None:
+    """`a` has a tenth of the length of `b`: of all weights together nearly everything is kept."""
+    reference = {"a": torch.full((4, 4), 3.0), "b": torch.full((4, 4), 30.0)}
+    rule = make_rule(AggregateOptions(), GlobalState(weights=reference))
+    for factor in (-2.0, 0.0):
+        with pytest.raises(BadUpdate, match=f"its a kept {factor:g} of the global ones"):
+            rule.add(reference | {"a": factor * reference["a"]}, 1)
+    sideways = torch.tensor([12.0, -12.0]).repeat(4, 2)
+    rule.add(reference | {"a": sideways - 0.1 * reference["a"]}, 1)  # As noise may do.
+    small = {"a": torch.full((4, 4), 0.1), "b": torch.full((4, 4), 30.0)}
+    rule = make_rule(AggregateOptions(), GlobalState(weights=small))
+    rule.add(small | {"a": -2 * small["a"]}, 1)  # It may have begun at zero.
+
+
 @given(st.lists(st.integers(1, 10_000_000), min_size=1, max_size=9), st.floats(0.01, 1))
 def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) -> None:
     """Within one image, since they are whole; who is below its share is left alone."""
@@ -271,7 +297,10 @@ def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) 
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
 def test_a_claim_of_ten_million_images_counts_for_half(rule: str) -> None:
-    """Values 1, 1 and 3 with 300, 100 and 400 images: (400 + 1200) / 800 = 2; by its own word it would be 3."""
+    """Values 1, 1 and 3 with 300, 100 and 400 images: (400 + 1200) / 800 = 2.
+
+    By its own word it would be 3.
+    """
     made = make_rule(
         AggregateOptions(rule=rule, max_share=0.5), GlobalState(weights={"w": torch.tensor([2.0])})
     )

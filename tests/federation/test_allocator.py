@@ -12,7 +12,7 @@ PROGRAM = """
 import resource, torch
 from fedx_pl.federation.allocator import keep_freed_memory
 
-def faults():  # pages that the system hands out while the same tensor of 48 MB is made again and again
+def faults():  # pages that the system gives while a tensor of 48 MB is made again and again
     for _ in range(20):  # until the heap has found its shape, after six to eight
         torch.ones(48 * 2**18)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,7 +27,7 @@ print(usual, faults())
 """
 
 
-def test_a_tensor_made_again_takes_the_memory_of_the_one_before() -> None:
+def test_a_new_tensor_reuses_the_memory_of_a_freed_one() -> None:
     if not keep_freed_memory(False):
         pytest.skip("needs glibc: run it on Linux with another C library than musl")
     done = subprocess.run(

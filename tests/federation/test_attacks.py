@@ -1,4 +1,6 @@
-"""A small federation with one bad client: what each rule keeps of the honest clients' mean, and what it costs without.
+"""A small federation with one bad client.
+
+Tests what each rule keeps of the honest clients' mean, and what it costs without an attack.
 
 pytest tests/federation/test_attacks.py -n 0 -s     prints the tables of docs/robustness.md
 """
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import THREADS, Watching, fitted, made
+from helpers import Watching, fitted, made, tiny_federation
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,7 +32,7 @@ CLIENTS, ATTACKER = 7, 2
 RULES = ("mean", "clip", "median", "trimmed", "krum")
 
 
-# --- attacks: well formed, so that only their values can betray them --------------------------------------------------
+# --- attacks: well formed, so that only their values can betray them ------------------------------
 
 
 def corrupted(state: State, change: Callable[[str, Tensor], Tensor]) -> State:
@@ -51,14 +53,14 @@ def scaled(factor: float) -> Callable[[State, State], State]:
 
 def random(state: State, start: State) -> State:
     draw = torch.Generator().manual_seed(0)
-    return corrupted(state, lambda name, t: torch.randn(t.shape, generator=draw))
+    return corrupted(state, lambda _, t: torch.randn(t.shape, generator=draw))
 
 
 ATTACKS = {"sign flip": scaled(-1), "x1000": scaled(1000), "random": random}
 LIE = 10_000_000  # images that it claims beside a flipped sign
 
 
-# --- a federation that is trained once --------------------------------------------------------------------------------
+# --- a federation that is trained once ------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +70,12 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def overrides(tiny_root: Path) -> list[str]:
+def overrides(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false",
-        "backbone.name=resnet10", "backbone.width=4", f"federation.clients={CLIENTS}", "federation.rounds=1",
-        "federation.epochs=1", "federation.min_clients=5", "optim.batch_size=16", "evaluation.linear_every=100",
-        f"run.threads={THREADS}",
-    ]  # fmt: skip
+        *tiny_federation(tiny_root, tmp_path_factory.mktemp("runs")),
+        *(f"federation.clients={CLIENTS}", "federation.rounds=1", "federation.min_clients=5"),
+        *("optim.batch_size=16", "evaluation.linear_every=100", "logger=[]"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def federation(overrides: list[str]) -> Callable[[str], tuple[State, list[Update
             round=1, rounds=1, epochs=1, seed=trainer.seed, global_state=start, batchnorm="average"
         )
         return start.weights, list(
-            SerialEngine(trainer).run(context, range(CLIENTS), lambda client: None)
+            SerialEngine(trainer).run(context, range(CLIENTS), lambda _: None)
         )
 
     return trained
@@ -128,7 +129,7 @@ def attacked(updates: list[Update], start: State, attack: str) -> list[Update]:
 
 @pytest.fixture(scope="module")
 def kept(federation: Any) -> dict[str, dict[str, tuple[float, float]]]:
-    """By rule and attack: how far weights and statistics are off the mean of the six honest clients."""
+    """The distance from the mean of the six honest clients, by rule and attack."""
     start, updates = federation("partition.kind=iid")
     honest = combined("mean", start, [update for update in updates if update.client != ATTACKER])
     found: dict[str, dict[str, tuple[float, float]]] = {}
@@ -149,11 +150,14 @@ def kept(federation: Any) -> dict[str, dict[str, tuple[float, float]]]:
     return found
 
 
-# --- what each rule keeps ---------------------------------------------------------------------------------------------
+# --- what each rule keeps -------------------------------------------------------------------------
 
 
 def test_the_mean_is_ruined(kept: Any) -> None:
-    """One update in seven times a thousand: about 1000 / 7 times the way; a flipped one only takes 2/7 back."""
+    """One update in seven times a thousand: about 1000 / 7 times the way.
+
+    A flipped one only takes 2/7 back.
+    """
     assert kept["mean"]["x1000"][0] > 100
     assert kept["mean"]["random"][0] > 100
     assert kept["mean"]["sign flip"][0] == pytest.approx(2 / 7, rel=0.1)
@@ -163,7 +167,10 @@ def test_the_mean_is_ruined(kept: Any) -> None:
 
 
 def test_clipping_bounds_what_one_client_can_do(kept: Any) -> None:
-    """It moves by at most 2 of about 7 medians, whatever it sends; a flipped sign has the usual norm and passes."""
+    """It moves by at most 2 of about 7 medians, whatever it sends.
+
+    A flipped sign has the usual norm and passes.
+    """
     for attack in ("x1000", "random"):
         assert max(kept["clip"][attack]) < 0.6
     assert kept["clip"]["sign flip"] == kept["mean"]["sign flip"]
@@ -186,7 +193,7 @@ def test_krum_leaves_exactly_the_attacker_out(kept: Any) -> None:
 
 
 def test_krum_takes_an_unusual_honest_client_for_the_attacker(federation: Any) -> None:
-    """At beta = 0.1 a flipped update is closer to the others than what some clients learn from their own classes."""
+    """At beta = 0.1 a flipped update is closer to the others than some honest updates are."""
     start, updates = federation("partition.beta=0.1")
     rule = make_rule(AggregateOptions(rule="krum"), GlobalState(weights=start))
     for update in attacked(updates, start, "sign flip"):
@@ -197,7 +204,10 @@ def test_krum_takes_an_unusual_honest_client_for_the_attacker(federation: Any) -
 
 
 def test_an_attack_on_the_weights_alone_is_bounded_too(federation: Any) -> None:
-    """Statistics move about 17 times as far: ten times the usual weights would not show in a norm of both."""
+    """Statistics move about 17 times as far.
+
+    Ten times the usual weights would not show in a norm of both.
+    """
     start, updates = federation("partition.kind=iid")
     honest = combined("mean", start, [update for update in updates if update.client != ATTACKER])
     changed = scaled(10)(updates[ATTACKER].state.weights, start)
@@ -220,7 +230,10 @@ def test_an_attack_on_the_weights_alone_is_bounded_too(federation: Any) -> None:
 
 
 def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
-    """Off the mean of all seven honest clients: rules that leave some out pay more the more the clients differ."""
+    """Off the mean of all seven honest clients.
+
+    Rules that leave some out pay more the more the clients differ.
+    """
     splits = ("partition.kind=iid", "partition.beta=0.5", "partition.beta=0.1")
     cost: dict[str, list[float]] = {}
     print(
@@ -243,7 +256,7 @@ def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
     )
 
 
-# --- through the trainer ----------------------------------------------------------------------------------------------
+# --- through the trainer --------------------------------------------------------------------------
 
 
 def run(overrides: list[str], folder: Path, display: Watching | None = None) -> FederatedTrainer:
@@ -261,7 +274,10 @@ Send = Callable[[int, Update], Update | Lost]
 
 @pytest.fixture
 def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send], list[list[int]]]:
-    """Clients that are trained already and send what a test wants; gives back who was asked, by round."""
+    """Clients that are trained already and send what a test wants.
+
+    Gives back who was asked, by round.
+    """
     _, updates = federation("partition.kind=iid")
 
     def sending(send: Send) -> list[list[int]]:
@@ -284,12 +300,12 @@ def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_uses_the_rule_and_names_whom_it_caught(
+def test_a_run_uses_the_rule_and_names_the_attacker(
     rule: str, federation: Any, clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     start, updates = federation("partition.kind=iid")
     bad = attacked(updates, start, "x1000")
-    clients(lambda round, update: replace(update, state=bad[update.client].state))
+    clients(lambda _, update: replace(update, state=bad[update.client].state))
     words = [*overrides, f"aggregate={rule}", "aggregate.max_growth=0"]
     result = run(words, tmp_path / "run", display := Watching())
     expected, found = combined(rule, start, bad), saved(result)
@@ -304,10 +320,12 @@ def test_a_run_uses_the_rule_and_names_whom_it_caught(
     assert len(notes) == (rule in said)
 
 
-def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clipping(
+def test_an_attacked_federation_fails_with_the_mean_and_learns_with_clipping(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two real rounds with an update times a thousand in each: the second starts from what the first left.
+    """Two real rounds with an update times a thousand in each.
+
+    The second starts from what the first left.
 
     SimCLR that cannot tell its 2 * 16 views apart has the loss ln(31) = 3.43.
     """
@@ -334,7 +352,7 @@ def test_an_attacked_federation_goes_under_with_the_mean_and_learns_with_clippin
     assert loss["clip"] < 3.2
 
 
-# --- refused, named, completed, paused, quarantined -------------------------------------------------------------------
+# --- refused, named, completed, paused, quarantined -----------------------------------------------
 
 CONV, VARIANCE = "backbone.conv1.weight", "backbone.bn1.running_var"
 
@@ -386,22 +404,24 @@ def negative(update: Update) -> Update:
     return replace(update, num_images=-1)
 
 
-def test_too_few_good_updates_pause_the_run_and_the_same_command_goes_on(
+def test_too_few_good_updates_pause_the_run_and_the_same_command_resumes_it(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     three = [*overrides, "federation.rounds=3"]
-    clients(lambda round, update: negative(update) if round == 2 and update.client < 3 else update)
+    clients(
+        lambda number, update: negative(update) if number == 2 and update.client < 3 else update
+    )
     with pytest.raises(
         UserError,
         match=r"round 2 has 4 good updates, .*min_clients=5; round 1 is saved.*same command",
     ):
         run(three, tmp_path / "run")
-    asked = clients(lambda round, update: update)
+    asked = clients(lambda _, update: update)
     assert [row["round"] for row in run(three, tmp_path / "run").history] == [1, 2, 3]
     assert len(asked) == 2  # Rounds 2 and 3.
 
 
-def test_a_client_is_not_asked_any_more_after_bad_updates_in_a_row(
+def test_a_client_is_in_quarantine_after_bad_updates_in_a_row(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     """Client 1 is bad in all rounds, client 2 in rounds 1, 3 and 4 only: two in a row is the limit.
@@ -426,14 +446,17 @@ def test_a_client_is_not_asked_any_more_after_bad_updates_in_a_row(
         [],
         [],
     ]
-    told = [note for note in display.notes if "aggregate.quarantine=2" in note]
-    assert [note.rpartition(": ")[2] for note in told] == ["client 1", "client 1, client 2"]
+    notes = [note for note in display.notes if "aggregate.quarantine=2" in note]
+    assert [note.rpartition(": ")[2] for note in notes] == ["client 1", "client 1, client 2"]
 
 
-def test_strikes_outlive_an_interruption_and_a_mended_client_can_be_asked_again(
+def test_strikes_survive_an_interruption_and_a_repaired_client_can_be_asked_again(
     clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
-    """One strike in each of rounds 1 and 2, an interruption in round 3: in its second go the client is away."""
+    """One strike in each of rounds 1 and 2, an interruption in round 3.
+
+    In its second go the client is away.
+    """
     four = [*overrides, "federation.rounds=4", "aggregate.quarantine=2"]
 
     def until(last: int) -> Send:
@@ -462,7 +485,7 @@ def test_a_client_whose_machine_failed_gets_no_strike_and_one_that_answers_nonse
     fault: bool, clients: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     asked = clients(
-        lambda round, update: Lost(1, "it is gone", fault) if update.client == 1 else update
+        lambda _, update: Lost(1, "it is gone", fault) if update.client == 1 else update
     )
     display = Watching()
     run([*overrides, "federation.rounds=2", "aggregate.quarantine=1"], tmp_path / "run", display)

@@ -90,7 +90,7 @@ def test_only_the_newest_rounds_and_their_client_files_stay(tmp_path: Path) -> N
 
 
 def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState:
-    """One client, rounds 1, 2, ... with these accuracies; its queue holds the number of the round."""
+    """One client and rounds with these accuracies; its queue holds the number of the round."""
     state, rows = RunState(), []
     for number, accuracy in enumerate(accuracies, start=1):
         memory = ClientMemory(private={"queue": torch.full((2,), float(number))}, last_round=number)
@@ -102,7 +102,7 @@ def save_measured(checkpoints: Checkpoints, accuracies: list[float]) -> RunState
     return state
 
 
-def test_what_the_clients_had_after_the_best_round_stays_with_it(tmp_path: Path) -> None:
+def test_the_clients_states_after_the_best_round_are_kept_with_it(tmp_path: Path) -> None:
     """Round 2 is the best of five; of the rounds kept, only the fifth and the best have files."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     save_measured(checkpoints, [10.0, 50.0, 20.0, 30.0, 40.0])

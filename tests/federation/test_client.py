@@ -33,8 +33,11 @@ def test_the_result_depends_only_on_its_arguments() -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_an_optimiser_ends_with_its_fit() -> None:
-    """Its momentum is as large as the model; Python's collector may come late, and a GPU does not wait for it."""
+def test_an_optimizer_is_freed_after_its_fit() -> None:
+    """Its momentum is as large as the model.
+
+    Python's collector may come late, and a GPU does not wait for it.
+    """
     seen = []
 
     class Watched(SimCLR):
@@ -62,7 +65,7 @@ def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_counters_go_on_over_rounds() -> None:
+def test_counters_continue_over_rounds() -> None:
     model = make_model(SimCLR)
     first = train(model, data_for(model), epochs=2)
     assert (first.memory.steps, first.memory.epochs, first.memory.last_round) == (10, 2, 1)
@@ -72,7 +75,7 @@ def test_counters_go_on_over_rounds() -> None:
     assert (second.memory.steps, second.memory.epochs, second.memory.last_round) == (20, 4, 4)
 
 
-def test_each_epoch_and_each_view_is_drawn_anew() -> None:
+def test_each_epoch_and_each_view_is_drawn_independently() -> None:
     data = make_data()
     first, again, second = (list(data.epoch(number)) for number in (0, 0, 1))
     assert all(torch.equal(a.first, b.first) for a, b in zip(first, again, strict=True))
@@ -82,7 +85,10 @@ def test_each_epoch_and_each_view_is_drawn_anew() -> None:
 
 
 def test_the_relation_batch_is_independent_of_the_batch_and_cycles() -> None:
-    """40 images in batches of 8 with relation batches of 30: one per lap of its own order, five laps."""
+    """40 images in batches of 8 with relation batches of 30.
+
+    One per lap of its own order, five laps.
+    """
     data = make_data(relation_size=30)
     batches = list(data.epoch(0))
     assert [len(batch.relation) for batch in batches] == [30] * 5
@@ -106,13 +112,13 @@ def test_batches_have_one_shape_and_small_clients_one_batch(
 
 
 def test_images_that_do_not_fit_are_read_as_needed() -> None:
-    resident, mapped = make_data(), make_data()
-    mapped.store._resident = None
+    resident = make_data()
+    mapped = make_data(resident_bytes=0)
     for a, b in zip(resident.epoch(0), mapped.epoch(0), strict=True):
         torch.testing.assert_close(a.first, b.first, rtol=0, atol=0)
 
 
-def test_greyscale_28x28_trains() -> None:
+def test_grayscale_28x28_trains() -> None:
     model = make_model(SimCLR, channels=1)
     update = train(model, make_data(channels=1, side=28))
     assert update.losses.isfinite().all()
@@ -143,7 +149,7 @@ def test_local_batchnorm_keeps_a_client_s_own_statistics() -> None:
     assert seen[1].abs().sum() == 0
 
 
-def test_every_step_is_told() -> None:
+def test_tick_is_called_after_every_step() -> None:
     model, ticks = make_model(SimCLR), []
     context = RoundContext(
         round=1,
@@ -169,8 +175,11 @@ class Installed(pl.Callback):
 def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A package may bring one by an entry point; Lightning puts it into the list that it is given."""
-    monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda group: [Installed()])
+    """A package may bring one by an entry point.
+
+    Lightning puts it into the list that it is given.
+    """
+    monkeypatch.setattr(callback_connector, "_load_external_callbacks", lambda _: [Installed()])
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, device=torch.device("cpu"))
     context = RoundContext(
@@ -184,13 +193,16 @@ def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
 def test_precision_auto_is_full_on_a_cpu() -> None:
     assert resolve_precision("auto", torch.device("cpu")) == "32-true"
     assert resolve_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
-    with pytest.raises(UserError, match="16-mixed needs a GPU"):
+    with pytest.raises(UserError, match="16-mixed' needs a GPU"):
         resolve_precision("16-mixed", torch.device("cpu"))
 
 
 def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
-    """A fresh GradScaler would skip the first steps of every fit. It is the client's own, so that neither the order of
-    clients nor the process they train in shows, and a run that goes on has it again."""
+    """A fresh GradScaler would skip the first steps of every fit.
+
+    It is the client's own, so that neither the order of clients nor the process they train in
+    shows, and a resumed run has it again.
+    """
     model = make_model(SimCLR)
     trainer = LocalTrainer(model, device=torch.device("cpu"), precision="16-mixed")
     context = RoundContext(
@@ -216,10 +228,10 @@ def test_a_client_keeps_its_loss_scale_from_round_to_round() -> None:
     assert newcomer.memory.loss_scale["scale"] == INITIAL_SCALE
 
 
-def test_lightning_says_nothing(
+def test_lightning_prints_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Neither greetings, nor a warning about F in eval mode, nor one about loaders without workers."""
+    """No greetings, and no warnings about F in eval mode or loaders without workers."""
     model = make_model(wrap(FedXMixin, BYOL))
     first = train(model, data_for(model))
     train(model, data_for(model), state=first.state.weights, memory=first.memory, round=2)
@@ -229,7 +241,10 @@ def test_lightning_says_nothing(
 
 
 class TwoGroups(SimCLR):
-    """An optimizer of its own: a small rate for the backbone, a large one for the projector, halved after each step."""
+    """An optimizer of its own.
+
+    A small rate for the backbone, a large one for the projector, halved after each step.
+    """
 
     backbone_first = True
 
@@ -247,8 +262,11 @@ class TwoGroups(SimCLR):
 
 
 @pytest.mark.parametrize("backbone_first", [True, False])
-def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first: bool) -> None:
-    """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3; `optim.lr` is another."""
+def test_the_reported_learning_rate_is_the_optimizer_s(backbone_first: bool) -> None:
+    """The backbone has more parameters: .4, .2 and .1 in three steps, a mean of .7 / 3.
+
+    `optim.lr` is another.
+    """
     model = make_model(TwoGroups, optim=OptimOptions(lr=9.0))
     model.backbone_first = backbone_first  # type: ignore[assignment]
     update = train(model, data_for(model, images=24))
@@ -256,7 +274,7 @@ def test_the_learning_rate_told_is_the_one_that_the_optimizer_had(backbone_first
     assert update.metrics["lr"] == pytest.approx(0.7 / 3)
 
 
-def test_the_usual_learning_rate_is_told_to_the_last_bit() -> None:
+def test_the_usual_learning_rate_is_reported_to_the_last_bit() -> None:
     model = make_model(SimCLR, optim=OptimOptions(lr=0.1, schedule="cosine"))
     assert train(model, data_for(model), round=3).metrics["lr"] == model.optim.lr_at(3, 10)
 
@@ -268,6 +286,6 @@ class TensorRate(SimCLR):
         return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.25))
 
 
-def test_a_learning_rate_that_is_a_tensor_is_told() -> None:
+def test_a_learning_rate_that_is_a_tensor_is_reported() -> None:
     model = make_model(TensorRate)
     assert train(model, data_for(model, images=16)).metrics["lr"] == 0.25

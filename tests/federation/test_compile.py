@@ -22,9 +22,12 @@ pytestmark = [
 
 @pytest.mark.parametrize("relation", ["batch", "queue"])
 def test_compiled_networks_give_the_same_losses_and_are_compiled_once(relation: str) -> None:
-    """Three rounds of two clients; after round 2, when F has statistics and is compiled, nothing is compiled again.
+    """Three rounds of two clients.
 
-    Both ways start each round from the same state; two steps are compared: rounding grows with every step.
+    After round 2, when F has statistics and is compiled, nothing is compiled again.
+
+    Both ways start each round from the same state; two steps are compared: rounding grows with
+    every step.
     """
     losses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     first = make_model(

@@ -26,7 +26,7 @@ FORMS = {"plain": [], "fedx": ["fedx=true"], "queue": ["fedx=true", "fedx.relati
 
 @pytest.fixture(autouse=True)
 def short_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two or three steps are enough where nobody reads the number."""
+    """Two or three steps are enough, since the number does not matter."""
     monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.05)
 
 
@@ -57,14 +57,14 @@ def two_rounds(run: Run) -> list[Update]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", BUILT_IN)
 def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
-    tiny: list[str], method: str, form: str
+    quick: list[str], method: str, form: str
 ) -> None:
     results = []
     for estimated in (False, True):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        run = made(compose([*tiny, f"method={method}", *FORMS[form]]))
+        run = made(compose([*quick, f"method={method}", *FORMS[form]]))
         before = state_of(run.model)
         if estimated:
             assert run.trainer.estimate_seconds() > 0
@@ -84,11 +84,11 @@ def test_training_after_an_estimate_is_equal_to_training_without_to_the_bit(
 
 
 def test_a_whole_run_after_an_estimate_is_equal_to_one_without(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
     ends = []
     for name in ("estimated", "plain"):
-        run = made(compose([*tiny, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"]))
+        run = made(compose([*quick, "method=byol", "fedx=true", f"run.dir={tmp_path / name}"]))
         if name == "estimated":
             run.trainer.estimate_seconds()
         run.fit()
@@ -98,10 +98,23 @@ def test_a_whole_run_after_an_estimate_is_equal_to_one_without(
 
 
 HOOKS = (
-    "configure_callbacks", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start",
-    "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
-    "on_fit_end", "on_round_start", "on_local_epoch", "on_round_end", "receive", "round_metrics",
-)  # fmt: skip
+    "configure_callbacks",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_round_start",
+    "on_local_epoch",
+    "on_round_end",
+    "receive",
+    "round_metrics",
+)
 CALLED: list[str] = []
 
 
@@ -131,8 +144,8 @@ for _name in HOOKS[1:]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_hook_and_no_callback_of_a_method_is_called(tiny: list[str], form: str) -> None:
-    run = made(compose([*tiny, f"method={__name__}:Counting", *FORMS[form]]))
+def test_no_hook_and_no_callback_of_a_method_is_called(quick: list[str], form: str) -> None:
+    run = made(compose([*quick, f"method={__name__}:Counting", *FORMS[form]]))
     CALLED.clear()
     assert run.trainer.estimate_seconds() > 0
     assert CALLED == []
@@ -166,8 +179,8 @@ class Restless(SimCLR):
         return super().loss(batch, z)
 
 
-def test_whatever_a_loss_changes_is_put_back(tiny: list[str]) -> None:
-    run = made(compose([*tiny, f"method={__name__}:Restless"]))
+def test_whatever_a_loss_changes_is_restored(quick: list[str]) -> None:
+    run = made(compose([*quick, f"method={__name__}:Restless"]))
     model = run.model
     assert isinstance(model, Restless)
     before = state_of(model)
@@ -211,13 +224,13 @@ class Dino(SSLMethod):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("added", [[], ["fedx=true"], ["moon=true"]], ids=["plain", "fedx", "moon"])
 def test_a_method_with_a_head_that_cannot_be_deep_copied_trains(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: list[str]
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: list[str]
 ) -> None:
     (tmp_path / "dino_of_a_test.py").write_text(DINO)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [
         "train",
-        *tiny,
+        *quick,
         "method=dino_of_a_test:Dino",
         "optim.lr=0.001",
         *added,
@@ -239,8 +252,8 @@ class Prepared(SimCLR):
         return super().loss(batch, z) * self.weight
 
 
-def test_a_loss_that_needs_a_hook_is_estimated_by_its_network_and_says_so(tiny: list[str]) -> None:
-    run = made(compose([*tiny, f"method={__name__}:Prepared"]))
+def test_a_loss_that_needs_a_hook_is_estimated_by_its_network_and_says_so(quick: list[str]) -> None:
+    run = made(compose([*quick, f"method={__name__}:Prepared"]))
     with pytest.warns(
         UserWarning, match=r"Prepared\.loss\(\) does not run outside a round \(AttributeError"
     ):
@@ -265,9 +278,9 @@ def test_a_frozen_copy_of_a_weight_normalized_network_computes_the_same() -> Non
     torch.testing.assert_close(frozen(x), head(x))
 
 
-def test_fedx_is_prepared_without_a_round(tiny: list[str]) -> None:
+def test_fedx_is_prepared_without_a_round(quick: list[str]) -> None:
     """F is there for the estimate and gone after it."""
-    run = made(compose([*tiny, "method=byol", "fedx=true"]))
+    run = made(compose([*quick, "method=byol", "fedx=true"]))
     assert isinstance(run.model, FedXMixin)
     run.trainer.estimate_seconds()
     assert run.model.global_model.network is None

@@ -50,10 +50,13 @@ def two_steps(model: SSLMethod, **options: Any) -> Update:
 def test_fedprox_pulls_back_towards_the_received_weights(
     momentum: float, expected: float, precision: str
 ) -> None:
-    """p = 1, slope 2, lr .1, mu .5: the first step has no pull, p = 1 - .1 * 2 = .8; then g = 2 + .5 (.8 - 1) = 1.9.
+    """With p = 1, slope 2, lr .1, mu .5: the first step has no pull, p = 1 - .1 * 2 = .8.
 
-    Without momentum p = .8 - .19 = .61; with momentum .9 the second step is .9 * 2 + 1.9 = 3.7, p = .8 - .37 = .43. In
-    half precision gradients bear the loss scale when the callback sees them, and the pull must bear it as well.
+    Then g = 2 + .5 (.8 - 1) = 1.9.
+
+    Without momentum p = .8 - .19 = .61; with momentum .9 the second step is .9 * 2 + 1.9 = 3.7, p =
+    .8 - .37 = .43. In half precision gradients bear the loss scale when the callback sees them, and
+    the pull must bear it as well.
     """
     update = two_steps(line(momentum), regularizer=FedProx(0.5), precision=precision)
     assert update.state.weights["p"].item() == pytest.approx(expected, abs=1e-6)
@@ -100,10 +103,11 @@ def fold(
 def test_scaffold_makes_clients_with_different_gradients_agree(momentum: float, c_a: float) -> None:
     """Slopes 2 and 4, lr .1, two steps, p = 1, as many images each.
 
-    Round 1 is plain: without momentum client A ends at 1 - .4 = .6, so c_A = (1 - .6) / .2 = 2, B at .2 with c_B = 4,
-    and c = 3, p = .4. In round 2 A steps along 2 - 2 + 3 = 3 and B along 4 - 4 + 3 = 3: both end at .4 - .6 = -.2, and
-    c_A = 2 - 3 + (.4 + .2) / .2 = 2 stays what it is. With momentum .9 the two steps of A are 2 and 3.8, c_A = 2.9 is
-    their mean, and both clients end at the same place again.
+    Round 1 is plain: without momentum client A ends at 1 - .4 = .6, so c_A = (1 - .6) / .2 = 2, B
+    at .2 with c_B = 4, and c = 3, p = .4. In round 2 A steps along 2 - 2 + 3 = 3 and B along 4 - 4
+    + 3 = 3: both end at .4 - .6 = -.2, and c_A = 2 - 3 + (.4 + .2) / .2 = 2 stays what it is. With
+    momentum .9 the two steps of A are 2 and 3.8, c_A = 2.9 is their mean, and both clients end at
+    the same place again.
     """
     model, scaffold = line(momentum), Scaffold()
     state = GlobalState(weights=model.shared_state(), server=scaffold.server_state(model))
@@ -179,9 +183,9 @@ def test_every_method_trains_with_every_regularizer(
     )
 
 
-def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> None:
-    """Two rounds in one go and two rounds with a stop in between end with the same weights and variates."""
-    words = [*tiny, "method=byol", "fedx=true", "regularizer=scaffold"]
+def test_control_variates_survive_a_restart(quick: list[str], tmp_path: Path) -> None:
+    """Two rounds with a stop in between end with the same weights and variates."""
+    words = [*quick, "method=byol", "fedx=true", "regularizer=scaffold"]
     assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
     stopped = [*words, f"run.dir={tmp_path / 'stopped'}"]
     stop_after_round_1(stopped)
@@ -196,13 +200,16 @@ def test_control_variates_survive_a_restart(tiny: list[str], tmp_path: Path) -> 
 
 
 def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
-    """After every round of a federation with clients of unequal size, of which two of three train: c = sum n_i c_i / N,
-    with c_i = 0 for who has never trained. Uniform weights, or shares of the round's clients, would give another c."""
+    """After every round of a federation with clients of unequal size, of which two of three train.
+
+    The server's c = sum n_i c_i / N, with c_i = 0 for clients that have never trained. Uniform
+    weights, or shares of the round's clients, would give another c.
+    """
     run = tmp_path / "run"
     words = [
-        *tiny,
+        *quick,
         "method=byol",
         "regularizer=scaffold",
         "federation.fraction=0.67",
@@ -237,8 +244,11 @@ def test_the_server_s_variate_is_the_mean_of_all_clients_weighted_by_images(
 
 
 def test_an_ema_target_follows_the_corrected_step() -> None:
-    """With momentum .99, after one step: .99 of the start and .01 of the returned weights, the correction of lr * c =
-    .1 in them. Without it the target would be .001 off."""
+    """With momentum .99, after one step.
+
+    .99 of the start and .01 of the returned weights, the correction of lr * c = .1 in them. Without
+    it the target would be .001 off.
+    """
     model, scaffold = (
         make_model(BUILT_IN["byol"], momentum=0.99, optim=OptimOptions(lr=0.1)),
         Scaffold(),
@@ -295,9 +305,9 @@ class OwnOptimizer(SimCLR):
 
 
 @pytest.fixture
-def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
+def own_optimizer(quick: list[str], tmp_path: Path) -> list[str]:
     name = f"method={__name__}:OwnOptimizer"
-    return [*tiny, name, "regularizer=scaffold", f"run.dir={tmp_path / 'run'}"]
+    return [*quick, name, "regularizer=scaffold", f"run.dir={tmp_path / 'run'}"]
 
 
 @pytest.mark.parametrize(
@@ -305,11 +315,12 @@ def own_optimizer(tiny: list[str], tmp_path: Path) -> list[str]:
     [
         (
             "adam",
-            r"scaffold works with torch\.optim\.SGD only, OwnOptimizer\.configure_optimizers returns Adam;",
+            r"scaffold works with torch\.optim\.SGD only, OwnOptimizer\.configure_optimizers "
+            r"returns Adam;",
         ),
         (
             "two rates",
-            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*type regularizer=fedprox",
+            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*use regularizer=fedprox",
         ),
     ],
 )
@@ -340,7 +351,7 @@ def test_scaffold_refuses_an_optimizer_that_only_the_trainer_can_make(
     assert not any("dropped" in note for note in display.notes)
 
 
-def test_scaffold_takes_an_sgd_of_one_s_own(
+def test_scaffold_accepts_a_method_s_own_sgd(
     own_optimizer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups may differ in all but the learning rate, which is then the one that is logged."""
@@ -360,7 +371,10 @@ class Halved(Line):
 
 
 def test_scaffold_corrects_each_step_by_the_rate_that_the_step_had() -> None:
-    """Slope 2, rates .1 and .05, c = 1, c_i = 0: p = 1 - .15 * 3 = .55, and c_i <- 0 - 1 + .45 / .15 = 2."""
+    """Slope 2, rates .1 and .05, c = 1, c_i = 0.
+
+    Then p = 1 - .15 * 3 = .55, and c_i <- 0 - 1 + .45 / .15 = 2.
+    """
     model, scaffold = make_model(Halved), Scaffold()
     server = {
         name: torch.ones_like(tensor) for name, tensor in scaffold.server_state(model).items()

@@ -20,40 +20,44 @@ from test_trainer import run
 from fedx_pl.callbacks.tensorboard import RunWriter
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation.checkpoint import Checkpoints, ClientRecord, RunState, UnfinishedRound
+from fedx_pl.federation.checkpoint import Checkpoints
+from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
+from fedx_pl.federation.run_state import ClientRecord, RunState
 
 
-def test_too_little_space_is_told_before_training(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_space_is_reported_before_training(
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     display = Watching()
     with pytest.raises(
-        UserError, match=r"has 0.01 GB free, and this run needs about 0.05 GB; .*run.root=ANOTHER"
+        UserError, match=r"has 10.0 MB free, and this run needs about 5\d.\d MB; .*run.dir=ANOTHER"
     ):
-        run(compose([*tiny, f"run.dir={tmp_path / 'run'}"]), display)
+        run(compose([*quick, f"run.dir={tmp_path / 'run'}"]), display)
     assert display.steps == 0
 
 
 class Interrupted(Watching):
-    """Somebody presses Ctrl-C after the first round."""
+    """Raises KeyboardInterrupt after the first round."""
 
     def row(self, row: dict[str, Any]) -> None:
         if row["round"]:
             raise KeyboardInterrupt
 
 
-def test_a_run_from_before_labels_were_a_choice_is_resumed(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_from_before_labels_were_a_choice_is_resumed(
+    quick: list[str], tmp_path: Path
+) -> None:
     """Without data.limit it had all labels, as it has today."""
-    config = compose([*tiny, f"run.dir={tmp_path / 'run'}"])
+    config = compose([*quick, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(KeyboardInterrupt):
         run(config, Interrupted())
     file = tmp_path / "run" / "config.yaml"
     file.write_text(file.read_text().replace("  labels: all\n", ""))
     display = Watching()
     assert [row["round"] for row in run(config, display).history] == [1, 2]
-    assert "going on after round 1 of 2" in display.notes[0]
+    assert "resuming after round 1 of 2" in display.notes[0]
 
 
 def test_the_best_round_is_kept_beside_the_newest(tmp_path: Path) -> None:
@@ -89,26 +93,54 @@ def test_an_update_is_pending_only_if_saving_it_is_cheaper_than_training_it_agai
         loss_names=("total",),
         images_seen=9,
     )
-    record, pending = (
-        ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7),
-        UnfinishedRound(tmp_path),
-    )
+    record = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7)
+    pending = UnfinishedRound(tmp_path)
     pending.save(1, replace(update, seconds=0.09), record)
     assert list(pending.load(1)) == []
     pending.save(1, replace(update, seconds=0.11), record)
-    pending.save(
-        1, replace(update, seconds=0.11), record
-    )  # Trained again after a power loss: folded in once.
-    for path in [
-        tmp_path / "pending",
-        *(tmp_path / "pending").iterdir(),
-    ]:  # It is a client's: not for other users.
-        assert not path.stat().st_mode & 0o077
+    # Trained again after a power loss: it is aggregated once.
+    pending.save(1, replace(update, seconds=0.11), record)
+    paths = [tmp_path / "pending", *(tmp_path / "pending").rglob("*")]
+    assert len(paths) == 5
+    assert not any(path.stat().st_mode & 0o077 for path in paths)  # No other user may read it.
     ((found, kept),) = pending.load(1)
     assert torch.equal(found.state.weights["w"], update.state.weights["w"])
     assert (found.client, found.num_images, found.images_seen, kept) == (2, 7, 9, record)
     assert list(pending.load(2)) == []
     pending.clear()
+    assert list(pending.load(1)) == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss_names": ("total", ["term"])},
+        {"losses": torch.zeros(3, 2, dtype=torch.float8_e4m3fn)},
+        {"seconds": 1e301},
+        {"metrics": {"own": "large"}},
+    ],
+    ids=["name", "dtype", "seconds", "metric"],
+)
+def test_a_pending_update_with_numbers_that_cannot_be_is_left_out(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Its checksum may be right; averaging it would raise, again at each start."""
+    update = Update(
+        client=2,
+        num_images=7,
+        state=GlobalState(weights={}),
+        memory=ClientMemory(),
+        losses=torch.zeros(3, 2),
+        loss_names=("total", "term"),
+        images_seen=9,
+        metrics={"own": float("inf")},
+        seconds=1.0,
+    )
+    record = ClientRecord(last_round=1, steps=3, epochs=1, sha256="", images=7)
+    pending = UnfinishedRound(tmp_path)
+    pending.save(1, update, record)
+    assert len(list(pending.load(1))) == 1
+    pending.save(1, replace(update, **changed), record)
     assert list(pending.load(1)) == []
 
 
@@ -118,9 +150,9 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
     with RunWriter(tmp_path) as writer:
         writer.round(1, {"a": 1.0})
-        known = writer.lengths()
+        lengths = writer.lengths()
         writer.round(2, {"a": 2.0})
-    with RunWriter(tmp_path, known=known) as writer:
+    with RunWriter(tmp_path, lengths=lengths) as writer:
         writer.round(2, {"a": 2.5})
     events = EventAccumulator(str(tmp_path), purge_orphaned_data=False)
     events.Reload()
@@ -128,15 +160,13 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_of_the_cluster_ends_the_run_well(
-    tiny: list[str], tmp_path: Path, name: str
-) -> None:
+def test_a_signal_ends_the_run_cleanly(quick: list[str], tmp_path: Path, name: str) -> None:
     command = [
         sys.executable,
         "-m",
         "fedx_pl",
         "train",
-        *tiny,
+        *quick,
         "federation.rounds=500",
         f"run.dir={tmp_path / 'run'}",
     ]
@@ -150,18 +180,15 @@ def test_a_signal_of_the_cluster_ends_the_run_well(
     finally:
         process.kill()
     assert process.returncode == 0, error
-    assert (
-        f"stopped by {name}; the same command goes on after the last finished client: fedx-pl train"
-        in error
-    )
+    assert f"stopped by {name}; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
 
 
-def test_a_run_that_was_cut_off_while_it_tidied_up_is_tidy_at_the_next_start(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_was_killed_during_cleanup_is_cleaned_up_at_the_next_start(
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last round is committed, and what it replaces is still there."""
-    config = compose([*tiny, "method=byol", "run.keep=1", f"run.dir={tmp_path / 'run'}"])
+    config = compose([*quick, "method=byol", "run.keep=1", f"run.dir={tmp_path / 'run'}"])
     tidy = Checkpoints.clear
 
     def die(self: Checkpoints) -> None:
@@ -193,11 +220,11 @@ def edit(folder: Path, text: str, name: str = "mine") -> None:
 
 
 @pytest.mark.parametrize("rounds_done", [1, 2])
-def test_an_edited_method_is_never_answered_with_the_old_numbers(
-    tiny: list[str], modules: Path, rounds_done: int
+def test_an_edited_method_never_gets_the_old_numbers(
+    quick: list[str], modules: Path, rounds_done: int
 ) -> None:
     """Whether the run is finished or not; what the message says to type works."""
-    words = [*tiny, "method=mine:Mine", "federation.rounds=2"]
+    words = [*quick, "method=mine:Mine", "federation.rounds=2"]
     edit(modules, "from scale import SCALE\n" + METHOD.replace("mean()", "mean() * SCALE"))
     edit(modules, "SCALE = 1.0\n", "scale")
     display = Watching()
@@ -226,17 +253,17 @@ def test_an_edited_method_is_never_answered_with_the_old_numbers(
         UserError, match=r"type run\.dir=ANOTHER for a new run, run\.dir=ANOTHER --fork"
     ):
         run(compose(fork))
-    edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run goes on.
+    edit(modules, "SCALE = 1.0\n", "scale")  # As it was: the run is resumed.
     assert run(compose(words)).history[-1]["round"] == 2
 
 
 @pytest.mark.parametrize("fedx", ["fedx=true", "fedx=false"])
 @pytest.mark.parametrize("run_before", [True, False])
 def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
-    tiny: list[str], modules: Path, run_before: bool, fedx: str
+    quick: list[str], modules: Path, run_before: bool, fedx: str
 ) -> None:
-    """Also if FedX makes a class of its own from the user's, and if no run has looked at the file before."""
-    words = [*tiny, "method=mine:Mine", "federation.rounds=1", fedx]
+    """Also if FedX makes a class from the user's, and if no run has read the file before."""
+    words = [*quick, "method=mine:Mine", "federation.rounds=1", fedx]
     edit(modules, METHOD)
     importlib.import_module("mine")
     if run_before:
@@ -249,51 +276,54 @@ def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
     assert not compose([*words, "name=b"]).run_folder.exists()
 
 
-def test_a_method_that_failed_before_the_first_round_may_be_mended(
-    tiny: list[str], modules: Path
+def test_a_method_that_failed_before_the_first_round_may_be_repaired(
+    quick: list[str], modules: Path
 ) -> None:
-    """Its folder is there and holds nothing that was trained; what clients finished is trained again."""
-    config = [*tiny, "method=mine:Mine"]
+    """Its folder is there and holds nothing that was trained.
+
+    What clients finished is trained again.
+    """
+    config = [*quick, "method=mine:Mine"]
     edit(modules, METHOD.replace("return", "assert self.local.client < 2; return"))
     with pytest.raises(AssertionError):
         run(compose(config))
     folder = compose(config).run_folder
     assert (folder / "config.yaml").exists()
     edit(modules, METHOD)
-    mended = run(compose(config))
+    repaired = run(compose(config))
     forget_modules(modules)
     alone = run(compose([*config, f"run.dir={modules / 'alone'}"]))
-    assert [row["loss"] for row in mended.history] == [row["loss"] for row in alone.history]
+    assert [row["loss"] for row in repaired.history] == [row["loss"] for row in alone.history]
 
 
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
-    tiny: list[str], modules: Path
+    quick: list[str], modules: Path
 ) -> None:
     """As of version 0.1; one of a method of the package needs no record."""
     edit(modules, METHOD)
-    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    config = compose([*quick, "method=mine:Mine", "federation.rounds=1"])
     (run(config).folder / "code.json").unlink()
     with pytest.raises(
         UserError, match=r"does not say which code trained it, and mine\.py may have changed; type"
     ):
         run(config)
-    built_in = compose([*tiny, "federation.rounds=1"])
+    built_in = compose([*quick, "federation.rounds=1"])
     assert not (run(built_in).folder / "code.json").exists()
     assert run(built_in).history
 
 
-def test_a_start_that_was_cut_off_before_its_configuration_was_written_starts_again(
-    tiny: list[str], modules: Path
+def test_a_start_that_was_killed_before_its_configuration_was_written_starts_again(
+    quick: list[str], modules: Path
 ) -> None:
     edit(modules, METHOD)
-    config = compose([*tiny, "method=mine:Mine", "federation.rounds=1"])
+    config = compose([*quick, "method=mine:Mine", "federation.rounds=1"])
     config.run_folder.mkdir(parents=True)
     (config.run_folder / "code.json").write_text("{")
     assert run(config).history
 
 
-def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: Path) -> None:
-    words = [*tiny, f"run.dir={tmp_path / 'run'}"]
+def test_a_finished_run_says_so_and_how_to_train_on(quick: list[str], tmp_path: Path) -> None:
+    words = [*quick, f"run.dir={tmp_path / 'run'}"]
     run(compose(words))
     display = Watching()
     run(compose(words), display)
@@ -301,7 +331,7 @@ def test_a_finished_run_says_so_and_how_to_train_on(tiny: list[str], tmp_path: P
     assert "this run is finished, with 2 of 2 rounds" in note
     assert f"type run.dir=ANOTHER federation.rounds=4 --fork {tmp_path / 'run'}" in note
     more = [
-        *tiny,
+        *quick,
         f"run.dir={tmp_path / 'more'}",
         "federation.rounds=4",
         f"fork={tmp_path / 'run'}",

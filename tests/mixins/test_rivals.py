@@ -122,7 +122,7 @@ def test_a_damaged_base_and_a_copy_beside_it_are_not_taken(base: Path) -> None:
     content = bytearray((newest / "global.safetensors").read_bytes())
     content[-1] ^= 1
     (newest / "global.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"fedca\.base=.* is not the folder of a finished run"):
+    with pytest.raises(UserError, match=r"base=.* is not the folder of a finished run"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)))
 
 
@@ -173,12 +173,10 @@ def test_the_base_encoder_is_neither_trained_nor_sent(base: Path) -> None:
 def test_a_missing_or_other_base_says_what_to_type(base: Path, tmp_path: Path) -> None:
     fedca = wrap(FedCAMixin, SimCLR)
     with pytest.raises(
-        UserError, match=r"fedca.base= is empty.*fedx-pl train federation.clients=1"
+        UserError, match=r"base is empty.*write base=FOLDER.*fedx-pl train federation.clients=1"
     ):
         make_model(fedca)
-    with pytest.raises(
-        UserError, match=r"not the folder of a finished run .*; type fedca\.base=FOLDER"
-    ):
+    with pytest.raises(UserError, match=r"not the folder of a finished run .*; write base=FOLDER"):
         make_model(fedca, fedca=FedCAOptions(base=str(tmp_path)))
     with pytest.raises(UserError, match=r"another network.*size mismatch"):
         make_model(fedca, fedca=FedCAOptions(base=str(base)), embed_dim=4)

@@ -14,7 +14,8 @@ from fedx_pl.engines import Lost
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import wire
 from fedx_pl.sites.engine import FlowerEngine
-from fedx_pl.sites.link import Connected, Reply
+from fedx_pl.sites.link import Connected
+from fedx_pl.sites.records import Reply
 from fedx_pl.sites.site import offer
 from fedx_pl.sites.wire import Content
 from fedx_pl.trainer import FederatedTrainer

@@ -25,8 +25,10 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
-from fedx_pl.sites.engine import FlowerEngine, SiteBook
-from fedx_pl.sites.link import Connected, Reply
+from fedx_pl.sites.book import SiteBook
+from fedx_pl.sites.engine import FlowerEngine
+from fedx_pl.sites.link import Connected
+from fedx_pl.sites.records import Reply
 from fedx_pl.sites.site import Site, offer
 from fedx_pl.sites.wire import Content
 from fedx_pl.trainer import FederatedTrainer

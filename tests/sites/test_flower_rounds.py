@@ -15,7 +15,8 @@ from fedx_pl.engines import Lost
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.sites import engine as flower
 from fedx_pl.sites import wire
-from fedx_pl.sites.link import Connected, Reply
+from fedx_pl.sites.link import Connected
+from fedx_pl.sites.records import Reply
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -130,10 +131,10 @@ def test_a_site_that_connects_anew_is_not_there_for_a_moment(
     assert "site a was away and is asked again" in trial.notes
 
 
-def test_an_upload_that_broke_off_is_given_up(
+def test_an_upload_that_broke_off_is_a_fault_of_a_site_that_never_left(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The site is there, as far as anyone knows, and its answer will never come."""
+    """It would else hold up every round for as long as an upload may pause, and get no strike."""
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
     monkeypatch.setattr(
@@ -141,7 +142,7 @@ def test_an_upload_that_broke_off_is_given_up(
         "receive",
         lambda messages: [Reply(messages[0], None, "its upload broke off", offline=True)],
     )
-    assert trial.run([0]) == [Lost(0, wire.GONE)]
+    assert trial.run([0]) == [Lost(0, "its answer never came whole", fault=True)]
 
 
 def test_a_silent_site_is_given_up_after_the_timeout(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from fedx_pl.cli.main import main
 from fedx_pl.errors import UserError
-from fedx_pl.sites import keys
+from fedx_pl.sites import certificates, keys
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -72,7 +72,7 @@ def test_the_certificate_is_the_ca_s_and_names_the_host(tmp_path: Path, host: st
         certificate(tmp_path / "server" / "server.crt"),
     )
     own.verify_directly_issued_by(ca)
-    assert (ca.not_valid_after_utc - ca.not_valid_before_utc).days == 365 * keys.YEARS
+    assert (ca.not_valid_after_utc - ca.not_valid_before_utc).days == 365 * certificates.YEARS
     builder = PolicyBuilder().store(Store([ca]))
     for name in (host, "localhost", "127.0.0.1"):
         builder.build_server_verifier(subject(name)).verify(own, [])
@@ -152,7 +152,7 @@ def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
     keys.make(tmp_path / "six", "2001:db8::7", 8000, ["a"])
     assert keys.load_site(tmp_path / "six" / "sites" / "a").server == "[2001:db8::7]:8000"
     with pytest.raises(
-        UserError, match=r"--host höst\.example\.org: .*by which sites reach this machine"
+        UserError, match=r"--host höst\.example\.org is .*by which sites reach this machine"
     ):
         keys.make(tmp_path / "keys", "höst.example.org", 8000, ["a"])
     assert not (tmp_path / "keys").exists()
@@ -267,16 +267,18 @@ def test_certificates_that_end_are_named_and_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(keys, "YEARS", 0)  # They end as they begin.
+        patch.setattr(certificates, "YEARS", 0)  # They end as they begin.
         keys.make(tmp_path, "host", 8000, ["a", "b"])
     site, server = tmp_path / "sites" / "a", tmp_path / "server"
     public = files(server / "sites")
     with pytest.raises(
-        UserError, match=r"a/ca\.crt has ended on \d+-\d+-\d+; ask the coordinator for its ca\.crt"
+        UserError,
+        match=r"a/ca\.crt has expired on \d+-\d+-\d+; ask the coordinator for its present ca\.crt",
     ):
         keys.load_site(site)
     with pytest.raises(
-        UserError, match=r"server/ca\.crt has ended on .*; type fedx-pl federate keys --sites NAME"
+        UserError,
+        match=r"server/ca\.crt has expired on .*; type fedx-pl federate keys --sites NAME",
     ):
         keys.load_server(server)
     lines = keys.make(tmp_path, "host", 8000, ["a"])
@@ -290,9 +292,9 @@ def test_certificates_that_end_are_named_and_made_anew(
     )
     assert not any("send it" in line for line in keys.make(tmp_path, "host", 8000, ["a"]))
     with monkeypatch.context() as patch:  # Only the coordinator's ends.
-        patch.setattr(keys, "YEARS", 0)
+        patch.setattr(certificates, "YEARS", 0)
         keys.make(tmp_path, "other", 8000, ["a"])
-    with pytest.raises(UserError, match=r"server\.crt has ended on"):
+    with pytest.raises(UserError, match=r"server\.crt has expired on"):
         keys.load_server(server)
     keys.make(tmp_path, "other", 8000, ["a"])
     assert keys.load_server(server).sites
@@ -327,7 +329,7 @@ def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     server = tmp_path / "one" / "server"
     for name, reason in (
         ("server.key", "is not the certificate of"),
-        ("ca.crt", "is not of the CA in"),
+        ("ca.crt", "is not one of the CA in"),
     ):
         before = (server / name).read_bytes()
         (server / name).write_bytes((tmp_path / "two" / "server" / name).read_bytes())
@@ -389,12 +391,47 @@ def test_only_the_kind_of_key_that_we_make(tmp_path: Path) -> None:
         "1.2.3",
         "x" * 64,
         "a" * 300,
+        "fe80::1%eth0",
+        "fe80::1%$(reboot)",
     ],
 )
 def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
-    with pytest.raises(UserError, match="is no host name or address; type"):
+    with pytest.raises(UserError, match="is not a host name or address; type"):
         keys.make(tmp_path / "keys", host, 8000, ["a"])
     assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize("name", [".", "..", "a b", "\x1b[2J", "-x", "x" * 100])
+def test_names_of_files_that_are_no_site_s_are_refused(tmp_path: Path, name: str) -> None:
+    """Of `..`, revoking would delete the folder of all keys."""
+    keys.make(tmp_path, "host", 8000, ["a"])
+    sites = tmp_path / "server" / "sites"
+    (sites / f"{name}.pub").write_bytes((sites / "a.pub").read_bytes())
+    for attempt in (
+        lambda: keys.load_server(tmp_path / "server"),
+        lambda: keys.revoke(tmp_path, [name]),
+    ):
+        with pytest.raises(UserError, match="a site's name has letters, digits, dots and dashes"):
+            attempt()
+    assert (tmp_path / "ca.key").exists()
+
+
+def test_a_key_without_end_is_not_read(tmp_path: Path) -> None:
+    keys.make(tmp_path, "host", 8000, ["a"])
+    place = tmp_path / "sites" / "a"
+    for name, what in (("site.key", "a readable key"), ("ca.crt", "a certificate")):
+        before = (place / name).read_bytes()
+        (place / name).unlink()
+        (place / name).symlink_to("/dev/zero")
+        with pytest.raises(UserError, match=rf"{name} is not {what} \(.*not a regular file"):
+            keys.load_site(place)
+        (place / name).unlink()
+        (place / name).write_bytes(before + b"\n" * certificates.MAX_FILE)
+        (place / name).chmod(0o600)
+        with pytest.raises(UserError, match=rf"{name} is not {what} \(it has 1,000,\d+ bytes"):
+            keys.load_site(place)
+        (place / name).write_bytes(before)
+    assert keys.load_site(place).name == "a"
 
 
 def test_each_site_has_a_key_of_its_own(tmp_path: Path) -> None:
@@ -422,5 +459,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--sites", " a, b,"]) == 0
     assert sorted(file.name for file in (tmp_path / "keys" / "sites").iterdir()) == ["a", "b"]
     assert "fedx-pl federate client --data IMAGES --keys a" in capsys.readouterr().out
+    for port in ("0", "-1", "65536"):
+        assert main([*words[:-1], port, "--sites", "a"]) == 2
+        assert f"--port={port} is not possible; type --port 8000" in capsys.readouterr().err
     assert main([*words, "--sites", "../a"]) == 2
     assert "error: --sites ../a" in capsys.readouterr().err

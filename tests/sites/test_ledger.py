@@ -12,7 +12,7 @@ pytest.importorskip("dp_accounting", reason="needs the extra privacy")
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.privacy import PrivacyOptions, epsilon
-from fedx_pl.sites.ledger import FILE, Ledger
+from fedx_pl.sites.ledger import COUNT, FILE, Ledger
 
 
 def own(max_epsilon: float = 2.0) -> PrivacyOptions:
@@ -94,8 +94,38 @@ def test_a_ledger_that_is_missing_beside_other_state_is_not_an_empty_one(tmp_pat
         Ledger(tmp_path).require_budget(own(), noise=10.0)
 
 
+def test_an_older_copy_of_the_ledger_is_not_believed(tmp_path: Path) -> None:
+    """From a backup: the answers since then count as answers without noise."""
+    Ledger(tmp_path).add(10.0)
+    backup = (tmp_path / FILE).read_bytes()
+    Ledger(tmp_path).add(10.0)
+    (tmp_path / FILE).write_bytes(backup)
+    assert Ledger(tmp_path).answers() == {10.0: 1, 0.0: 1}
+    with pytest.raises(UserError, match=r"epsilon=inf .* their record is lost"):
+        Ledger(tmp_path).require_budget(own(), noise=10.0)
+    Ledger(tmp_path).add(10.0)
+    assert Ledger(tmp_path).answers() == {10.0: 2, 0.0: 1}
+    (tmp_path / FILE).unlink()
+    assert Ledger(tmp_path).answers() == {0.0: 3}
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"9" * 200, b"\xff"])
+def test_a_damaged_count_is_refused(tmp_path: Path, content: bytes) -> None:
+    Ledger(tmp_path).add(10.0)
+    (tmp_path / COUNT).write_bytes(content)
+    with pytest.raises(UserError, match=r"answers is damaged .*--state ANOTHER"):
+        Ledger(tmp_path)
+
+
+def test_a_ledger_of_an_older_version_has_no_count(tmp_path: Path) -> None:
+    Ledger(tmp_path).add(10.0)
+    (tmp_path / COUNT).unlink()
+    assert Ledger(tmp_path).answers() == {10.0: 1}
+
+
 def test_only_the_site_s_user_can_read_it(tmp_path: Path) -> None:
     Ledger(tmp_path / "above" / "state").add(10.0)
-    assert stat.S_IMODE((tmp_path / "above" / "state" / FILE).stat().st_mode) == 0o600
+    for file in (FILE, COUNT):
+        assert stat.S_IMODE((tmp_path / "above" / "state" / file).stat().st_mode) == 0o600
     for folder in ("above", "above/state"):
         assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700

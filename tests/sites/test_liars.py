@@ -21,7 +21,7 @@ from memory_federation import Answer, Fake, federate
 from fedx_pl.cli.sites import coordinator_run
 from fedx_pl.config.compose import REAL_SITES, compose
 from fedx_pl.errors import UserError
-from fedx_pl.federation import checkpoint
+from fedx_pl.federation import pending
 from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.methods.base import State
 from fedx_pl.sites import engine as flower
@@ -105,7 +105,7 @@ def test_absurd_losses_of_two_sites_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
 ) -> None:
     """Their updates lie in the run folder when the coordinator starts again. The round shows the loss of c."""
-    monkeypatch.setattr(checkpoint, "WORTH", 0)  # Keeps every update of the unfinished round.
+    monkeypatch.setattr(pending, "WORTH", 0)  # Keeps every update of the unfinished round.
     sites = {"a": telling("a", first), "b": telling("b", second), "c": Stopping("c")}
     with pytest.raises(KeyboardInterrupt):
         federate(tmp_path, sites, "federation.rounds=1")
@@ -118,7 +118,7 @@ def test_a_saved_update_that_is_refused_when_the_run_goes_on_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version that knew fewer lies has let it in, and was stopped within the round; its site is asked again."""
-    monkeypatch.setattr(checkpoint, "WORTH", 0)
+    monkeypatch.setattr(pending, "WORTH", 0)
     sites = {"a": Fake("a", images=10**9), "b": Stopping("b")}
     monkeypatch.setattr(Aggregator, "add", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
@@ -156,6 +156,15 @@ def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(
     assert trainer.alarms == []
 
 
+def test_a_collapse_that_only_one_site_measures_stops_nobody(tmp_path: Path) -> None:
+    """The others tell no measure, so that there is nobody to disagree."""
+    sites = {"a": Fake("a", metrics={"rankme": 1.0, "uniformity": 0.0})}
+    sites |= {name: Fake(name) for name in "bc"}
+    trainer, _ = federate(tmp_path, sites, "federation.rounds=2", "on_collapse=stop")
+    assert trainer.current_round == 2
+    assert trainer.alarms == []
+
+
 def test_a_collapse_that_most_sites_see_stops_the_run(tmp_path: Path) -> None:
     sites = {name: Fake(name, metrics={"rankme": 1.0}) for name in "ab"} | {
         "c": Fake("c", metrics={"rankme": 1e8})
@@ -181,7 +190,7 @@ def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
     )
     assert notes.count("dropped site a: no answer within 30 s") == 3
     assert (
-        "not asked any more after aggregate.quarantine=3 bad or missing updates in a row: site a"
+        "in quarantine after aggregate.quarantine=3 bad or missing updates in a row: site a"
         in notes
     )
     assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]
@@ -213,6 +222,11 @@ def scaled(factor: float) -> Callable[[str, Tensor], Tensor]:
     )
 
 
+def one_layer(factor: float) -> Callable[[str, Tensor], Tensor]:
+    """One layer times a factor: with two honest sites, -2 makes a mean of zero."""
+    return lambda name, t: t * factor if name == "backbone.conv1.weight" else t
+
+
 def filled(end: str, value: float) -> Callable[[str, Tensor], Tensor]:
     return lambda name, t: torch.full_like(t, value) if name.endswith(end) else t
 
@@ -229,11 +243,22 @@ def untrained() -> State:
         (scaled(-2), {}, "its weights kept -2 of the global ones"),
         (scaled(0.001), {"images": 10_000_000}, "its weights kept 0.001 of the global ones"),
         (scaled(1e-45), {}, "of the global ones, possible is 0.01 or more"),
+        (one_layer(-2), {}, "its backbone.conv1.weight kept -2 of the global ones"),
+        (one_layer(1e-45), {}, "its backbone.conv1.weight kept "),
         (filled("running_mean", 3e38), {}, "running_mean holds 3e+38, possible is 1e+06"),
         (filled("running_var", 3e38), {}, "running_var holds 3e+38, possible is 1e+12"),
         (filled("num_batches_tracked", 2**62), {}, "num_batches_tracked moved by more than"),
     ],
-    ids=["turned", "shrunk", "nothing", "mean", "variance", "counter"],
+    ids=[
+        "turned",
+        "shrunk",
+        "nothing",
+        "layer turned",
+        "layer shrunk",
+        "mean",
+        "variance",
+        "counter",
+    ],
 )
 def test_poison_of_permitted_length_is_refused_by_the_plain_mean_too(
     tmp_path: Path, change: Any, changed: dict[str, Any], reason: str

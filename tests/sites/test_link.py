@@ -1,6 +1,9 @@
 """A real SuperLink with TLS and keys, and sites at it: who is let in, and what broken or made-up answers do."""
 
+import base64
+import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -9,7 +12,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedx_pl.cli import sites as commands
 from fedx_pl.cli.main import main
 from fedx_pl.errors import UserError
-from fedx_pl.sites import keys, link, node, wire
-from fedx_pl.sites.link import Link, Reply
+from fedx_pl.sites import door, keys, link, node, records, wire
+from fedx_pl.sites.link import Link
 from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
+from fedx_pl.sites.records import Reply
 from fedx_pl.sites.wire import Content
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GitWildMatchPattern")]
@@ -310,14 +314,12 @@ def test_a_clock_that_is_half_a_minute_ahead_is_no_reason(
 
     from flwr.supernode import node_auth_http_interceptor as flower
 
-    from fedx_pl.sites import superlink
-
     def later() -> datetime.datetime:
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
 
     monkeypatch.setattr(flower, "now", later)
     monkeypatch.setattr(
-        superlink, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())})
+        door, "datetime", type("Clock", (), {"now": staticmethod(lambda _: later())})
     )
     join("a")
 
@@ -497,7 +499,7 @@ def test_a_site_believes_only_what_the_coordinator_signed_for_it(
         assert incoming.content is None
         return incoming.error
 
-    assert "not signed by the coordinator" in error_of(link.record(HELLO))
+    assert "not signed by the coordinator" in error_of(records.record(HELLO))
     for_another, _ = coordinator._record(b.node.number, wire.HELLO, HELLO)
     assert "for this site" in error_of(for_another)
     another_kind, _ = coordinator._record(a.node.number, wire.TRAIN, HELLO)
@@ -546,8 +548,68 @@ def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], 
         )
 
     double("1" * 64, before="0" * 64)  # As large as it looks.
-    with pytest.raises(Refused, match="parts that are known with other parts"):
+    with pytest.raises(Refused, match="a part is named twice"):
         double("2" * 64, before="1" * 64)
+
+
+def test_a_tree_that_doubles_within_itself_is_refused(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
+    """As before, in one answer: whoever asked for it would be sent 512 parts, and 2^80 of a larger network."""
+    from flwr.proto.message_pb2 import ObjectTree
+
+    site, run = join("b"), coordinator._grid.run.run_id
+    asked = coordinator.send(site.node.number, wire.HELLO, HELLO, 600)
+    site.next()
+    identifiers = [f"{level:064x}" for level in range(1, 10)]
+    levels = [
+        ObjectTree(object_id=name, children=[ObjectTree(object_id=before)] * 2)
+        for before, name in itertools.pairwise(identifiers)
+    ]
+    with pytest.raises(Refused, match="a part is named twice"):
+        push(
+            site,
+            ObjectTree(object_id="f" * 64, children=levels),
+            run_id=run,
+            reply_to_message_id=asked,
+        )
+
+
+def test_what_a_site_never_reads_does_not_stay_in_memory(
+    coordinator: Link, join: Callable[[str], Joined]
+) -> None:
+    """Five rounds of weights that it leaves where they are: the first are gone."""
+    from flwr.proto.message_pb2 import PullObjectRequest
+
+    site, client = join("a"), coordinator._grid._runtime_client
+    where = {"node": coordinator._grid.node, "run_id": coordinator._grid.run.run_id}
+    sent = [
+        coordinator.send(site.node.number, wire.TRAIN, Content({}, {"w": torch.full((9,), i)}), 600)
+        for i in map(float, range(5))
+    ]
+    found = [client.PullObject(PullObjectRequest(object_id=one, **where)) for one in sent]
+    assert [one.object_found for one in found] == [False, True, True, True, True]
+    for number in map(float, range(1, 5)):  # The others are there, and read now.
+        incoming = site.next()
+        assert incoming.content is not None
+        assert incoming.content.tensors["w"][0] == number
+
+
+def test_a_body_without_a_length_is_cut_off(coordinator: Link, made: Path, port: int) -> None:
+    """Chunked, and signed as it should be: Content-Length does not count beside it."""
+    from cryptography.hazmat.primitives import hashes
+
+    path, body = "/v1/fleet/pull-messages", bytes(door.CALLS["pull-messages"] + 1)
+    private = keys.load_site(made / "sites" / "a").private
+    signed = door.sign(path, body, lambda text: private.sign(text, ec.ECDSA(hashes.SHA384())))
+    public = base64.b64encode(keys.public_pem(private)).decode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n"
+        f"flwr-public-key: {public}\r\nx-fedx-signed: {signed}\r\n\r\n"
+    )
+    with half_request(port, head) as caller:
+        caller.sendall(f"{len(body):x}\r\n".encode() + body + b"\r\n")  # And no end.
+        assert caller.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_an_answer_with_more_tensors_than_the_network_is_not_read(
@@ -678,6 +740,39 @@ def test_made_up_answers_are_refused_and_others_are_read(
         assert not reply.offline
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ttl": math.nan},
+        {"ttl": math.inf},
+        {"ttl": 1e-9},
+        {"created_at": math.nan},
+        {"created_at": math.inf},
+        {"created_at": 1e300},
+        {"message_type": "\x1b[2J" * 1000},
+        {"group_id": "x" * 500_000},
+        {"dst_node_id": 2**63},
+        {"delivered_at": "now"},
+    ],
+    ids=str,
+)
+def test_an_envelope_that_makes_no_sense_ends_nothing(
+    coordinator: Link, join: Callable[[str], Joined], odd: dict[str, Any]
+) -> None:
+    """Whether Flower takes it or not: afterwards the same site is heard, and the coordinator has not ended."""
+    site, run = join("a"), coordinator._grid.run.run_id
+    asked = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    site.next()
+    with suppress(Refused, Unreachable, TypeError, ValueError):
+        push(site, run_id=run, reply_to_message_id=asked, **odd)
+    for reply in coordinator.receive([asked]):
+        assert reply.content is None
+    message = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
+    site.answer(site.next(), Content({"site": "a"}, {}))
+    (reply,) = wait(coordinator, message)
+    assert reply.content is not None
+
+
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_an_answer_cannot_pass_for_another_site_s(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch, where: str
@@ -752,6 +847,7 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(
     """Last, as nobody can use it afterwards."""
     os.kill(coordinator._process.pid, signal.SIGKILL)
     coordinator._process.wait(timeout=120)
+    coordinator._grid._retry_invoker.wait_function = lambda _: pytest.fail("it waits for the dead")
     for call in (
         coordinator.sites,
         lambda: list(coordinator.receive(["x"])),
@@ -759,7 +855,7 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(
     ):
         with pytest.raises(
             UserError,
-            match=r"SuperLink does not answer any more .*superlink\.log tells why.*goes on",
+            match=r"SuperLink does not answer any more .*superlink\.log says why.*to resume",
         ):
             call()
     socket.create_server(("0.0.0.0", port)).close()

@@ -1,6 +1,5 @@
 """A site by itself: what it refuses, what it remembers, and what it tells."""
 
-import json
 import math
 import shutil
 import stat
@@ -23,12 +22,12 @@ from fedx_pl.config.schema import Config
 from fedx_pl.encoder.load import Encoder
 from fedx_pl.errors import UserError
 from fedx_pl.federation.client import LocalTrainer
-from fedx_pl.federation.round import ClientMemory
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import State
 from fedx_pl.sites import wire
 from fedx_pl.sites.limits import require_within
-from fedx_pl.sites.site import KEPT_ROUNDS, Memories, Site, offer
+from fedx_pl.sites.memories import Memories
+from fedx_pl.sites.site import Site, offer
 from fedx_pl.sites.wire import Content
 
 RUN = "0123456789abcdef"
@@ -259,6 +258,18 @@ def test_code_of_the_coordinator_s_choice_is_refused(
     assert trace.exists()
 
 
+@pytest.mark.parametrize("word", ["fedx_pl.cli.main:main", "fedx_pl.api:federate"])
+def test_functions_of_this_package_are_not_the_coordinator_s_to_call(
+    make_site: MakeSite, word: str
+) -> None:
+    """As a backbone, the command itself would end the site, and another would start a run."""
+    greeting = hello()
+    greeting.meta["config"]["backbone"]["name"] = word
+    assert f"backbone.name={word} is code of the coordinator's choice" in error(
+        make_site(), wire.HELLO, greeting
+    )
+
+
 @pytest.mark.parametrize(
     "method", [None, [], "simclr", {"name": 3}, {"name": None}, {}, {"name": "nonsense"}]
 )
@@ -375,12 +386,28 @@ def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
         )
 
 
-def test_an_empty_folder_is_told_to_both_sides(make_site: MakeSite, tmp_path: Path) -> None:
+def test_an_empty_folder_is_told_to_both_sides_and_its_path_to_the_owner_alone(
+    make_site: MakeSite, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     said: list[str] = []
     site = make_site(f"data.root={tmp_path / 'empty'}", said=said)
-    assert "no images in" in error(site, wire.HELLO, hello())
+    reason = error(site, wire.HELLO, hello())
+    assert reason == "its images cannot be used; the site's own terminal tells more"
+    assert f"no images in {tmp_path / 'empty'}" in said[-1]
     assert "start this site again" in said[-1]
+
+
+def test_names_of_files_and_labels_stay_at_the_site(
+    make_site: MakeSite, images: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "labels.csv").write_text("path,label\n000.png,benign\n000.png,malignant\n")
+    said: list[str] = []
+    site = make_site(f"data.labels={tmp_path / 'labels.csv'}", said=said)
+    reason = error(site, wire.HELLO, hello())
+    assert "images cannot be used" in reason
+    assert not any(word in reason for word in ("000.png", "malignant", "labels.csv"))
+    assert "000.png has two labels, 'benign' and 'malignant'" in said[-1]
 
 
 def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_well(
@@ -428,9 +455,9 @@ def test_a_panic_of_native_code_is_an_answer_and_its_traceback_is_in_a_log(
     log = site.state / "errors.log"
     assert "Traceback" in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    monkeypatch.setattr("fedx_pl.sites.site.MAX_LOG", 10)
+    monkeypatch.setattr("fedx_pl.sites.fault_log.MAX_LOG", 10)
     error(site, kind, content)
-    assert log.read_text().count("Traceback") == 1  # A coordinator cannot fill the disk with it.
+    assert log.stat().st_size < 40  # A coordinator cannot fill the disk with it.
 
 
 def test_ctrl_c_is_the_owner_s_and_ends_the_site(
@@ -463,7 +490,7 @@ def test_ctrl_c_is_the_owner_s_and_ends_the_site(
         (
             ("site.max_cache_gb=0.00001",),
             (),
-            "GB of decoded images; this site allows site.max_cache_gb=1e-05",
+            "GB on disk, for decoded images and private state; this site allows site.max_cache_gb=1e-05",
         ),
         (
             (),
@@ -498,6 +525,34 @@ def test_images_larger_than_the_disk_are_refused(make_site: MakeSite, monkeypatc
     assert "asks for 259.2 GB of decoded images" in reason
     assert "type data.cache=ANOTHER" in reason
     assert "site.max_side=4096" in error(make_site(), wire.HELLO, hello(data=data))
+
+
+def test_copies_that_are_kept_do_not_grow_beyond_the_limit(
+    make_site: MakeSite, tmp_path: Path
+) -> None:
+    """A coordinator asks for one image size after the other; 24 images of 16 pixels are 18 kB, of 17 are 21 kB."""
+    site = make_site("site.max_cache_gb=0.00004")
+    sizes = [16, 17, 18, 16]
+    greetings = [hello(data=offer(config(), 3, size)["data"]) for size in sizes]
+    found = [site.answer(wire.HELLO, greeting).meta for greeting in greetings]
+    assert ["error" in meta for meta in found] == [False, False, True, False]
+    assert "this site allows site.max_cache_gb=4e-05" in found[2]["error"]
+    assert len(list((tmp_path / "cache").glob("*/images.npy"))) == 2
+
+
+def test_private_state_of_one_run_after_the_other_does_not_fill_the_disk(
+    make_site: MakeSite,
+) -> None:
+    """The coordinator chooses their names; each leaves some 100 kB of BYOL's target network here."""
+    site = make_site("data.cache=", "site.max_cache_gb=0.0005")
+    for number in range(20):
+        run = f"{number:016x}"
+        found = site.answer(wire.HELLO, Content({**hello().meta, "run": run}, {})).meta
+        if "error" in found:
+            break
+        site.answer(wire.TRAIN, train(site.run.trainer.first_state().tensors(), run=run))
+    assert "GB on disk, for decoded images and private state" in found["error"]
+    assert 0 < len(list(site.state.glob("*/memory.json"))) < 20
 
 
 def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(
@@ -564,14 +619,32 @@ def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(
     assert site.answer(wire.END, end(wire.FINISHED, state)).meta == {"site": "a"}
     assert site.ended == wire.FINISHED
     folder = site.state / RUN / "encoder"
-    assert said[-2] == "the federation has finished, after round 5"
-    assert said[-1] == f"the encoder is in {folder}; next: fedx-pl embed {folder} {images}"
+    assert said[-3:] == [
+        "the federation has finished, after round 5",
+        f"the encoder is in {folder}",
+        f"next: fedx-pl embed {folder} {images}",
+    ]
     encoder = Encoder.of(folder)
     weights = {f"backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
     assert parts.same(
         weights, {name: tensor for name, tensor in state.items() if name.startswith("backbone.")}
     )
     assert (encoder.side, encoder.channels) == (16, 3)
+
+
+def test_a_site_that_was_started_after_the_last_round_gets_the_encoder(make_site: MakeSite) -> None:
+    """Nobody has greeted it: the coordinator's last message says what the weights are."""
+    site = make_site()
+    site.answer(wire.HELLO, hello())
+    state = site.run.trainer.first_state().tensors()
+    site = make_site()
+    site.answer(wire.END, end(wire.FINISHED, state, config=hello().meta["config"]))
+    assert site.ended == wire.FINISHED
+    assert Encoder.of(site.state / RUN / "encoder").side == 16
+    site = make_site()  # What it cannot take does not keep it from ending.
+    found = error(site, wire.END, end(wire.FINISHED, state, config={"method": {"name": "no"}}))
+    assert "not known" in found
+    assert site.ended == wire.FINISHED
 
 
 def test_a_site_ends_without_an_encoder_if_it_gets_none_or_a_wrong_one(make_site: MakeSite) -> None:
@@ -599,7 +672,7 @@ def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(
     site = make_site(said=said)
     site.answer(wire.END, end(wire.STOPPED))
     assert site.ended == wire.STOPPED
-    assert "may go on later" in said[-1]
+    assert "may resume later" in said[-1]
     site.answer(wire.END, end(wire.REFUSED, reason="no images in /here"))
     assert (site.ended, site.refusal) == (wire.REFUSED, "no images in /here")
     assert "outcome=gone" in error(site, wire.END, end("gone"))
@@ -702,100 +775,3 @@ def test_copies_are_kept_where_the_site_says(make_site: MakeSite, tmp_path: Path
     (copy,) = (tmp_path / "cache").glob("*/images.npy")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
     assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
-
-
-# --- private state on disk --------------------------------------------------------------------------------------------
-
-
-def memory(round: int) -> ClientMemory:
-    return ClientMemory(private={"target": torch.full((2, 3), float(round))}, last_round=round)
-
-
-def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
-    for round in (1, 2, 3):
-        Memories(tmp_path).save(memory(round))
-    found = Memories(tmp_path).load(2)
-    assert found is not None
-    assert parts.same(found, {"target": torch.full((2, 3), 2.0)})
-
-
-def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
-    """The newest was trained, but its update was lost: the coordinator asks for the one before, and may do so twice."""
-    kept, newest = Memories(tmp_path), KEPT_ROUNDS + 3
-    for round in range(1, newest + 1):
-        kept.save(memory(round))
-    assert kept.load(newest - 1) is not None
-    left = [
-        f"round_{round:05d}" for round in range(2, newest + 1)
-    ]  # From KEPT_ROUNDS before the one asked for.
-    assert sorted(file.stem for file in tmp_path.glob("*.safetensors")) == left
-    kept.save(memory(newest))
-    assert len(json.loads((tmp_path / "memory.json").read_text())) == len(left)
-    assert kept.load(newest - 1) is not None
-    assert kept.load(newest) is not None
-    assert kept.load(1) is None
-
-
-def test_a_site_that_keeps_nothing_is_found_all_the_same(tmp_path: Path) -> None:
-    Memories(tmp_path).save(ClientMemory(last_round=1))
-    assert Memories(tmp_path).load(1) == {}
-
-
-def damage_bytes(folder: Path) -> None:
-    file = folder / "round_00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_bytes,
-        lambda folder: (folder / "round_00001.safetensors").unlink(),
-        lambda folder: (folder / "round_00001.safetensors").write_bytes(b""),
-        lambda folder: (folder / "memory.json").unlink(),
-        lambda folder: (folder / "memory.json").write_text('{"1": '),
-        lambda folder: (folder / "memory.json").write_text("[]"),
-        lambda folder: (folder / "memory.json").write_text('{"1": null, "x": 3}'),
-    ],
-)
-def test_what_is_damaged_or_missing_is_not_there(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    kept = Memories(tmp_path)
-    kept.save(memory(1))
-    damage(tmp_path)
-    assert kept.load(1) is None
-    kept.save(memory(2))  # And the next round is kept as ever.
-    assert kept.load(2) is not None
-
-
-@pytest.mark.parametrize("killed_at", ["round_00002.safetensors", "memory.json"])
-def test_a_site_killed_while_it_saves_has_the_round_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
-) -> None:
-    """Its update of round 2 has not left: the coordinator asks for round 1's state, then for round 2's when it came."""
-    kept = Memories(tmp_path)
-    kept.save(memory(1))
-    from fedx_pl.sites import site as module
-
-    write = module.write_atomically
-
-    def die(path: Path, content: bytes, **settings: bool) -> None:
-        if path.name == killed_at:
-            (path.parent / f".{path.name}.1.fedx-pl.tmp").write_bytes(content[: len(content) // 2])
-            raise KeyboardInterrupt
-        write(path, content, **settings)
-
-    monkeypatch.setattr(module, "write_atomically", die)
-    with pytest.raises(KeyboardInterrupt):
-        kept.save(memory(2))
-    monkeypatch.undo()
-    again = Memories(tmp_path)
-    assert not list(tmp_path.glob(".*"))
-    assert again.load(1) is not None
-    again.save(memory(2))
-    found = again.load(2)
-    assert found is not None
-    assert parts.same(found, {"target": torch.full((2, 3), 2.0)})

@@ -1,36 +1,38 @@
-"""How far a client's training turns its embeddings: a Lightning callback of the client's `Trainer`."""
+"""The angle by which local training turns a client's embeddings, as a Lightning callback."""
 
 from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.geometry import angles
 from fedx_pl.methods.base import SSLMethod
 
-IMAGES = 128  # of a client's own
+IMAGES = 128  # of the client that are compared
 
 
 class Angle(pl.Callback):
-    """Compares the embeddings ``f(x)`` of some of a client's images before and after it trains, in degrees."""
+    """Compares embeddings ``f(x)`` of a client's images before and after training, in degrees."""
 
     def __init__(self, clients: int) -> None:
-        """Measures the first clients only: it costs two forward passes.
+        """Sets how many clients are measured, since it costs two forward passes.
 
         Args:
-            clients: how many.
+            clients: clients with smaller numbers are measured.
         """
         self.clients = clients
         self._model: SSLMethod | None = None
         self._images: Tensor | None = None
         self._received: Tensor | None = None
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, model: Any) -> None:
-        """Embeds the images by the model that was received."""
         self._images = None
         if model.local.client < self.clients:
-            self._model, self._images = model, model.local.data.plain_sample(IMAGES)
+            self._model = model
+            self._images = model.local.data.plain_sample(IMAGES)
             self._received = _embed(model, self._images)
 
     def round_metrics(self) -> dict[str, float]:

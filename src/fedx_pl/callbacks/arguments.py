@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -22,7 +21,7 @@ from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.health import HealthOptions
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.engines import ENGINES, EngineOptions
-from fedx_pl.errors import UserError, in_arguments, known_names, options_of, require, whole_number
+from fedx_pl.errors import UserError, first_line, known_names, options_of
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.federation import privacy
@@ -32,33 +31,18 @@ from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer, require_fitting_optimizer
 from fedx_pl.federation.robust import RULES
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.methods.optim import PRECISIONS
+from fedx_pl.options import OptionError, check, whole_number
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
-Method = Callable[Concatenate["FederatedTrainer", P], Result]
-
 _LEAST = {
     "max_rounds": 1, "local_epochs": 1, "min_clients": 1, "keep": 1, "threads": 0, "client_curves": 0, "seed": 0,
 }  # fmt: skip
-_PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed")
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # as of `pl.Trainer`
 
 
-def speaks_of_arguments(method: Method[P, Result]) -> Method[P, Result]:
-    """A method of the trainer whose errors speak of arguments, unless the run was typed."""
-
-    @wraps(method)
-    def speaking(trainer: FederatedTrainer, *args: P.args, **kwargs: P.kwargs) -> Result:
-        with in_arguments(trainer.identity is None or not trainer.identity.typed):
-            return method(trainer, *args, **kwargs)
-
-    return speaking
-
-
-@speaks_of_arguments
 def settle(trainer: FederatedTrainer) -> None:
     """Checks all arguments of a new trainer, and gives each the type that it has from now on.
 
@@ -66,20 +50,13 @@ def settle(trainer: FederatedTrainer) -> None:
         UserError: one is not possible; it names the argument, its value and what to write instead.
     """
     for name, least in _LEAST.items():
-        setattr(trainer, name, whole_number(name, getattr(trainer, name), least))
+        setattr(trainer, name, whole_number(name, getattr(trainer, name), at_least=least))
     for name in ("compile", "enable_progress_bar", "resume"):
-        value = getattr(trainer, name)
-        require(name, repr(value), isinstance(value, bool), instead=f"{name}=True or False")
+        check(name, getattr(trainer, name), choices=(True, False))
     if not isinstance(trainer.fast_dev_run, bool):
-        trainer.fast_dev_run = whole_number("fast_dev_run", trainer.fast_dev_run, least=0)
+        trainer.fast_dev_run = whole_number("fast_dev_run", trainer.fast_dev_run, at_least=0)
     trainer.clients_per_round = _share(trainer.clients_per_round)
-    norm = trainer.batchnorm
-    require(
-        "batchnorm",
-        repr(norm),
-        norm in ("average", "local"),
-        instead='batchnorm="average" or "local"',
-    )
+    check("batchnorm", trainer.batchnorm, choices=("average", "local"))
     trainer.callbacks = _listed("callbacks", trainer.callbacks, RoundCallback)
     trainer.client_callbacks = _listed("client_callbacks", trainer.client_callbacks, pl.Callback)
     trainer.evaluations = _listed("evaluations", trainer.evaluations, Evaluation)
@@ -152,7 +129,7 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
     try:
         features = backbones.passed(network, blank)
     except Exception as error:  # Whatever a stranger's network raises.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         instead = "a backbone for images of this size"
         if taken not in (channels, None):
             reason, instead = (
@@ -174,10 +151,9 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
 def require_possible(trainer: FederatedTrainer) -> None:
     """Raises a `UserError` for what cannot be done with this model and these images."""
     data = trainer.datamodule
-    most = f"at most {data.num_clients}: there are no more clients"
-    require(
-        "min_clients", trainer.min_clients, trainer.min_clients <= data.num_clients, instead=most
-    )
+    if trainer.min_clients > data.num_clients:
+        advice = f"at most {data.num_clients}: there are no more clients"
+        raise OptionError("min_clients", trainer.min_clients, advice=advice)
     privacy.require_budget(trainer.privacy, trainer.max_rounds, trainer.epsilon_after)
     sample = trainer.client_data(0, round_number=1) if data.clients else None
     require_fitting_optimizer(trainer.regularizer, trainer.model, sample)
@@ -185,14 +161,10 @@ def require_possible(trainer: FederatedTrainer) -> None:
 
 def _share(sampled: Any) -> int | float:
     if hasattr(sampled, "__index__") and not isinstance(sampled, bool):
-        return whole_number("clients_per_round", sampled, least=1)
-    possible = isinstance(sampled, float | np.floating) and 0 < float(sampled) <= 1
-    require(
-        "clients_per_round",
-        repr(sampled),
-        possible,
-        instead="a whole number, or a share in (0, 1], e.g. 0.5",
-    )
+        return whole_number("clients_per_round", sampled, at_least=1)
+    if not (isinstance(sampled, float | np.floating) and 0 < float(sampled) <= 1):
+        advice = "a whole number, or a share above 0 and of at most 1, e.g. {clients_per_round}=0.5"
+        raise OptionError("clients_per_round", sampled, advice=advice)
     return float(sampled)
 
 
@@ -275,26 +247,11 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
 
 def _require_place(trainer: FederatedTrainer) -> None:
     """Where and how a run is carried out."""
-    precision, devices, folder = trainer.precision, trainer.devices, trainer.default_root_dir
-    precision = trainer.precision = _SHORT_PRECISIONS.get(str(precision), precision)
-    require(
-        "precision", repr(precision), precision in _PRECISIONS, instead=" or ".join(_PRECISIONS)
-    )
-    one = devices in ("auto", "1", 1) and not isinstance(devices, bool)
-    listed = (
-        isinstance(devices, list | tuple)
-        and len(devices) == 1
-        and type(devices[0]) is int
-        and devices[0] >= 0
-    )
-    require(
-        "devices",
-        repr(devices),
-        one or listed,
-        instead='devices="auto", or [0] for the first GPU: one is used',
-    )
-    trainer.device = device_of(trainer.accelerator, devices)
-    resolve_precision(precision, trainer.device)  # Refuses what this device cannot do.
+    trainer.precision = _SHORT_PRECISIONS.get(str(trainer.precision), trainer.precision)
+    check("precision", trainer.precision, choices=PRECISIONS)
+    _require_one_device(trainer.devices)
+    trainer.device = device_of(trainer.accelerator, trainer.devices)
+    resolve_precision(trainer.precision, trainer.device)  # Refuses what this device cannot do.
     if trainer.max_time is not None:
         try:
             Timer(trainer.max_time)
@@ -303,19 +260,24 @@ def _require_place(trainer: FederatedTrainer) -> None:
                 f'max_time={trainer.max_time!r} is not a time; write "00:12:00:00" (days, hours, minutes, seconds), '
                 f'a timedelta or e.g. {{"hours": 12}}'
             ) from error
-    if folder is not None:
-        require(
-            "default_root_dir",
-            repr(folder),
-            isinstance(folder, str | Path),
-            instead='e.g. "runs/first"',
-        )
-        require(
-            "default_root_dir",
-            folder,
-            not Path(folder).is_file(),
-            instead="a folder; this is a file",
-        )
+    folder = trainer.default_root_dir
+    if folder is not None and not isinstance(folder, str | Path):
+        raise OptionError("default_root_dir", folder, advice='e.g. "runs/first"')
+    if folder is not None and Path(folder).is_file():
+        raise OptionError("default_root_dir", str(folder), "is a file", "the name of a folder")
+
+
+def _require_one_device(devices: Any) -> None:
+    word = devices in ("auto", "1", 1) and not isinstance(devices, bool)
+    listed = (
+        isinstance(devices, list | tuple)
+        and len(devices) == 1
+        and type(devices[0]) is int
+        and devices[0] >= 0
+    )
+    if not word and not listed:
+        advice = '{devices}="auto", or {devices}=[0] for the first GPU: one is used'
+        raise OptionError("devices", devices, advice=advice)
 
 
 def _shown(value: Any) -> str:

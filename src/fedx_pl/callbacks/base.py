@@ -1,4 +1,4 @@
-"""The hooks around the rounds of a run. Evaluation, alarms, dashboard and progress are callbacks of this kind.
+"""The hooks around the rounds of a run: evaluation, alarms, dashboard and progress use them, too.
 
     class Patience(RoundCallback):  # stops when kNN accuracy has not improved for five rounds
         def on_round_end(self, trainer, record):
@@ -6,9 +6,9 @@
             if best and record.number - best["round"] >= 5:
                 trainer.should_stop = True
 
-Callbacks are called in the order of the list; the built-in ones that measure come before a user's own, those that
-write and show come after it. So numbers that a user's callback adds to ``record.row`` are in metrics.csv, in
-TensorBoard and in the checkpoint.
+Callbacks are called in the order of the list. Built-in ones that measure come before the user's,
+those that write and show come after them. So numbers that a user's callback adds to ``record.row``
+are in metrics.csv, in TensorBoard and in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fedx_pl.errors import UserError
+from fedx_pl.federation.round import number_of
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
@@ -28,73 +29,77 @@ class RoundCallback:
 
     @property
     def state_key(self) -> str:
-        """The name under which the checkpoint keeps `state_dict`; each callback of a run needs its own."""
+        """The key of `state_dict` in the checkpoint; each callback of a run needs another one."""
         return type(self).__qualname__
 
     def setup(self, trainer: FederatedTrainer) -> None:
-        """The run folder is open, and the state of an earlier process is loaded."""
+        """Called when the run folder is open and `load_state_dict` was called."""
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Rounds are about to start; the model holds the global weights."""
+        """Called before the first round; the model holds the global weights."""
 
     def on_round_start(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """The clients of a round are chosen."""
+        """Called when the clients of a round are chosen."""
 
     def on_client_start(self, trainer: FederatedTrainer, worker: str, client: int | None) -> None:
-        """A worker takes up a client; None: it is idle."""
+        """Called when a worker starts to train a client; None: it is idle."""
 
     def on_client_steps(self, trainer: FederatedTrainer, count: int) -> None:
-        """Some client has taken optimizer steps. Called very often."""
+        """Called very often, after optimizer steps of any client."""
 
     def on_client_update(
         self, trainer: FederatedTrainer, record: RoundRecord, update: Update
     ) -> None:
-        """An update is aggregated. Numbers that are added to ``update.metrics`` are averaged over the clients.
+        """Called when an update was aggregated.
 
-        A client of ``record.resumed`` was trained by an earlier process.
+        Numbers that are added to ``update.metrics`` are averaged over the clients. A client in
+        ``record.resumed`` was trained by an earlier process.
         """
 
     def on_client_refused(
         self, trainer: FederatedTrainer, record: RoundRecord, client: int, reason: str
     ) -> None:
-        """An update is not aggregated; ``record.at_fault`` tells whether the client is to blame."""
+        """Called when an update was refused; ``record.at_fault`` has the clients to blame."""
 
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """The model holds the new global weights; nothing is saved yet.
+        """Called when the model holds the new global weights, before the round is saved.
 
-        May add numbers to ``record.row`` and texts to ``record.notes``, and set ``trainer.should_stop``.
+        May add numbers to ``record.row`` and texts to ``record.notes``, and set
+        ``trainer.should_stop``.
         """
 
     def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """The round is on disk and part of ``trainer.history``."""
+        """Called when the round is on disk and part of ``trainer.history``."""
 
     def on_note(self, trainer: FederatedTrainer, text: str) -> None:
-        """There is something the user should see."""
+        """Called with a note that the user should see."""
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """The last round is saved; the model holds its weights."""
+        """Called when the last round is saved; the model holds its weights."""
 
     def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
-        """The run ends early, by an error or by Ctrl-C."""
+        """Called when the run ends by an error or by Ctrl-C."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint keeps; it must fit in JSON."""
+        """The state for the checkpoint; it must fit in JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned when the last round was saved."""
+        """Restores what `state_dict` returned when the last round was saved."""
 
 
 def kept_state(callback: RoundCallback) -> dict[str, Any]:
     """A callback's `state_dict` as the checkpoint keeps it.
 
     Raises:
-        UserError: it does not fit in JSON; it names the callback and the key.
+        UserError: it does not fit in JSON.
     """
-    name, state = type(callback).__name__, callback.state_dict()
+    name = type(callback).__name__
+    state = callback.state_dict()
     if not isinstance(state, dict):
         raise UserError(
-            f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for nothing"
+            f"state_dict() of the callback {name} returns {state!r}; return a dict, {{}} for "
+            f"nothing"
         )
     return {
         key: plain(value, f"state_dict() of the callback {name}", key)
@@ -103,11 +108,11 @@ def kept_state(callback: RoundCallback) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str, key: object) -> Any:
-    """A value that fits in JSON: numbers of torch and numpy become Python's.
+    """Converts a value to what fits in JSON: numbers of torch and numpy become Python's.
 
     Args:
-        value: of a row or of a state.
-        where: it is found, for people.
+        value: a value of a row or of a state.
+        where: where it is, for the message.
         key: its name there.
 
     Raises:
@@ -119,17 +124,11 @@ def plain(value: Any, where: str, key: object) -> Any:
     except (TypeError, ValueError, RecursionError):
         pass
     try:
-        return json.loads(json.dumps({key: value}, default=_number))[key]
+        return json.loads(json.dumps({key: value}, default=number_of))[key]
     except (TypeError, ValueError, RecursionError, KeyError) as error:
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise UserError(
-            f"{where} has {key!r}: a {type(value).__name__}{shape}, which does not fit in JSON ({error}); give "
-            f"numbers, texts, or lists and dicts of them, e.g. float(value) or value.tolist()"
+            f"{where} has {key!r}: a {type(value).__name__}{shape}, which does not fit in JSON "
+            f"({error}); give numbers, texts, or lists and dicts of them, e.g. float(value) or "
+            f"value.tolist()"
         ) from error
-
-
-def _number(value: Any) -> Any:
-    """A tensor or an array of one number."""
-    if getattr(value, "shape", None) != ():
-        raise TypeError(f"{type(value).__name__} is not one number")
-    return value.item()

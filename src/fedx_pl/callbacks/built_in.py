@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 
 def all_callbacks(trainer: FederatedTrainer) -> list[RoundCallback]:
-    """First who measures, then the user's own, then who shows it all."""
-    own, logger = trainer.callbacks, trainer.logger
-    given = [logger] if isinstance(logger, Logger | bool) else list(logger)
-    loggers = [one for one in given if isinstance(one, Logger)]
-    bar = trainer.enable_progress_bar and not any(
-        isinstance(callback, ProgressBar) for callback in own
-    )
+    """First those that measure, then the user's, then those that write and show."""
+    users = trainer.callbacks
+    given = trainer.logger
+    given = [given] if isinstance(given, Logger | bool) else list(given)
+    loggers = [logger for logger in given if isinstance(logger, Logger)]
+    has_bar = any(isinstance(callback, ProgressBar) for callback in users)
     return [
         MetricsFiles(),
         Drift(trainer.client_curves),
@@ -38,11 +37,11 @@ def all_callbacks(trainer: FederatedTrainer) -> list[RoundCallback]:
         *([PrivacyBudget()] if trainer.privacy.noise else []),
         Health(trainer.health),
         Quarantine(trainer.aggregate.quarantine),
-        *own,
-        *([PlainRow(own)] if own else []),
+        *users,
+        *([PlainRow(users)] if users else []),
         *([MaxTime(trainer.max_time)] if trainer.max_time is not None else []),
         *([Dashboard(trainer.client_curves)] if True in given else []),
         *([Loggers(loggers)] if loggers else []),
         SaveEncoder(),
-        *([ProgressBar()] if bar else []),
+        *([ProgressBar()] if trainer.enable_progress_bar and not has_bar else []),
     ]

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, so that it explains itself: which numbers on which page, and the pictures."""
+"""The TensorBoard dashboard of a run: which numbers on which page, and the pictures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.callbacks.tensorboard import Pages, RunWriter
@@ -21,18 +22,19 @@ if TYPE_CHECKING:
 
 try:
     import resource
-except ImportError:  # Not on Windows: there memory is not told.
+except ImportError:  # Not on Windows, where memory is not shown.
     resource = None  # type: ignore[assignment]
 
 GALLERY = 1000  # images whose embeddings are drawn
 HEALTH = ("rankme", "uniformity", "feature_std")
 WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
-# What a row of metrics.csv has of the coordinator's own, or the dashboard under the same name as what clients tell.
-OWN = {
-    "round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds", "round_seconds", "epsilon",
-    *(f"{kind}_seconds" for kind in WORK), "bytes_up", "bytes_down", "drift", "trained", "images",
-}  # fmt: skip
-OWN_KINDS = ("loss_", "knn_", "linear_")
+# Columns of metrics.csv that are neither client metrics nor added by a user's callbacks.
+BUILT_IN = {
+    *("round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds"),
+    *("round_seconds", "epsilon", "bytes_up", "bytes_down", "drift", "trained", "images"),
+    *(f"{kind}_seconds" for kind in WORK),
+}
+BUILT_IN_PREFIXES = ("loss_", "knn_", "linear_")
 METRICS = (
     "accuracy/linear_top1",
     "accuracy/linear_best",
@@ -52,26 +54,25 @@ class Dashboard(RoundCallback):
             client_curves: clients with curves of their own.
         """
         self.client_curves = client_curves
-        self._files: (
-            dict[str, int] | None
-        ) = {}  # of the last saved round, and how long they were; None: not known
-        self._custom: dict[
-            str, None
-        ] = {}  # numbers that callbacks have added to rows, in their order
+        # Lengths of the event files when the last round was saved; None: not known.
+        self._files: dict[str, int] | None = {}
+        self._custom: dict[str, None] = {}  # numbers that callbacks added to rows, in their order
 
+    @override
     def setup(self, trainer: FederatedTrainer) -> None:
-        """Cuts off what was written after the last saved round: it comes again."""
         self.trainer = trainer
-        vars(self).pop("gallery", None)  # Of an earlier fit, on other images.
+        vars(self).pop("gallery", None)  # That of an earlier fit is of other images.
+        # Cuts off what was written after the last saved round: it is written again.
         self.writer = RunWriter(
-            trainer.folder / "tensorboard", known=self._files, max_clients=self.client_curves
+            trainer.folder / "tensorboard", lengths=self._files, max_clients=self.client_curves
         )
 
+    @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Before the first round: the settings, who owns what, and what the untrained network can do."""
         if trainer.current_round:
             return
-        data, writer = trainer.datamodule, self.writer
+        data = trainer.datamodule
+        writer = self.writer
         writer.hparams(trainer.description.hparams, METRICS)
         writer.text("config", f"```yaml\n{trainer.description.text}```")
         if data.clients:
@@ -82,36 +83,30 @@ class Dashboard(RoundCallback):
         self._evaluation(0, trainer.untrained, [])
         self._draw(0)
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Writes the round."""
-        rows, updates, events = (
-            [*trainer.history, record.row],
-            record.updates,
-            [*record.notes, *record.alarms],
-        )
-        row, writer = rows[-1], self.writer
-        writer.forget_projector()
         number = record.number
-        losses = list(
-            dict.fromkeys(
-                name for update in updates for name in update.loss_names if name != "total"
-            )
-        )
-        told = list(
-            dict.fromkeys(key for update in updates for key in update.metrics if key != "lr")
-        )
-        numbers = [key for key, value in row.items() if isinstance(value, int | float)]
+        row = record.row
+        rows = [*trainer.history, row]
+        updates = record.updates
+        writer = self.writer
+        writer.forget_projector()
+        names = dict.fromkeys(name for update in updates for name in update.loss_names)
+        losses = [name for name in names if name != "total"]
+        keys = dict.fromkeys(key for update in updates for key in update.metrics)
+        client_metrics = [key for key in keys if key != "lr"]
         added = [
             key
-            for key in numbers
-            if key not in {*OWN, *HEALTH, *told} and not key.startswith(OWN_KINDS)
+            for key, value in row.items()
+            if isinstance(value, int | float)
+            and key not in {*BUILT_IN, *HEALTH, *client_metrics}
+            and not key.startswith(BUILT_IN_PREFIXES)
         ]
         self._custom |= dict.fromkeys(added)
-        if row.keys() - {
-            key for before in rows[:-1] for key in before
-        }:  # A method's terms are not known before.
+        # A method's loss terms are not known before the first round.
+        if row.keys() - {key for before in rows[:-1] for key in before}:
             writer.layout(layout(rows, list(self._custom)))
-        if events:
+        if events := [*record.notes, *record.alarms]:
             writer.text("events", "\n".join(f"- {event}" for event in events), number)
         self._evaluation(number, row, rows)
         scalars = {f"loss/{name}": row[f"loss_{name}"] for name in losses} | {
@@ -120,7 +115,7 @@ class Dashboard(RoundCallback):
         for name in ("total", *losses):
             scalars |= band(name, scalars[f"loss/{name}"], updates)
         scalars |= {"clients/trained": row["clients"], "clients/dropped": row["dropped"]}
-        scalars |= {f"clients/{key}": row[key] for key in told}
+        scalars |= {f"clients/{key}": row[key] for key in client_metrics}
         single = {"optim/lr": "lr", "privacy/epsilon": "epsilon"}
         scalars |= {tag: row[key] for tag, key in single.items() if key in row}
         scalars |= {f"custom/{key}": row[key] for key in added}
@@ -131,24 +126,24 @@ class Dashboard(RoundCallback):
         if number == trainer.max_rounds:
             writer.finished()
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """After the last round: the final embedding in the projector, once."""
         if len(self.gallery) >= 2 and not self.writer.has_projector():
             features = self._features()
             if torch.isfinite(features).all():
                 self.writer.projector(features.cpu(), self._images(), self._names())
         self.writer.close()
 
+    @override
     def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
-        """Closes the files."""
         self.writer.close()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The event files and how long they are, and which numbers are callbacks'."""
         return {"files": self.writer.lengths(), "custom": list(self._custom)}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
         files = state.get("files", {})
         self._files = (
             None if files is None else {name: max(0, int(length)) for name, length in files.items()}
@@ -156,9 +151,9 @@ class Dashboard(RoundCallback):
         self._custom = dict.fromkeys(map(str, state.get("custom", [])))
 
     def _evaluation(
-        self, round_number: int, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+        self, round_number: int, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        accuracies = {key: found[key] for key in found if "_top" in key}
+        accuracies = {key: row[key] for key in row if "_top" in key}
         best = {}
         for kind in ("knn", "linear"):
             if f"{kind}_top1" in accuracies and round_number:
@@ -166,52 +161,51 @@ class Dashboard(RoundCallback):
                     row[f"{kind}_top1"] for row in rows if f"{kind}_top1" in row
                 )
         self.writer.accuracy(round_number, accuracies | best)
-        self.writer.round(
-            round_number, {f"health/{key}": found[key] for key in HEALTH if key in found}
-        )
+        self.writer.round(round_number, {f"health/{key}": row[key] for key in HEALTH if key in row})
 
     def _system(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        row, mega = rows[-1], 1e6
+        row = rows[-1]
         work = {kind: row.get(f"{kind}_seconds", 0.0) for kind in WORK}
-        whole = sum(work.values()) or 1.0
-        found = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
-        found |= {f"system/share_{kind}": 100 * seconds / whole for kind, seconds in work.items()}
-        found |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / mega for way in ("up", "down")}
-        travelled = (
-            row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down")
-        )  # Older rows do not tell.
-        found["system/megabytes_in_all"] = sum(travelled) / mega
-        return found | {
+        total = sum(work.values()) or 1.0
+        scalars = {f"system/{key}": row[key] for key in ("images_per_second", "round_seconds")}
+        scalars |= {f"system/share_{kind}": 100 * seconds / total for kind, seconds in work.items()}
+        scalars |= {f"system/megabytes_{way}": row[f"bytes_{way}"] / 1e6 for way in ("up", "down")}
+        # Rows of older versions have no traffic.
+        traffic = sum(row.get(f"bytes_{way}", 0) for row in rows for way in ("up", "down"))
+        scalars["system/megabytes_in_all"] = traffic / 1e6
+        return scalars | {
             f"system/memory_{where}_gb": size / 1e9
             for where, size in peak_memory(self.trainer.device).items()
         }
 
     def _clients(self, round_number: int, updates: Sequence[Update]) -> None:
-        """A curve for each of the first clients; of all of them, how they are spread."""
-        told: dict[str, dict[int, float]] = {
-            "images": {update.client: update.num_images for update in updates}
-        }
-        told["loss"] = {
-            update.client: update.loss().mean().item() for update in updates if len(update.losses)
+        """Writes a curve for each of the first clients, and a histogram of all of them."""
+        values: dict[str, dict[int, float]] = {
+            "images": {update.client: update.num_images for update in updates},
+            "loss": {
+                update.client: update.loss().mean().item()
+                for update in updates
+                if len(update.losses)
+            },
         }
         for update in updates:
             for key, value in update.metrics.items():
-                if key != "lr":  # The same for all but in rare methods: one curve is enough.
-                    told.setdefault(key, {})[update.client] = value
+                if key != "lr":  # Mostly the same for all: one curve is enough.
+                    values.setdefault(key, {})[update.client] = value
             first_step = update.memory.steps - len(update.losses)
             self.writer.client_losses(
                 update.client, first_step, update.losses, names=update.loss_names
             )
-        for key, values in told.items():
-            self.writer.clients(key, round_number, values)
+        for key, by_client in values.items():
+            self.writer.clients(key, round_number, by_client)
 
-    # --- the embedding ------------------------------------------------------------------------------------------------
+    # --- the embedding ----------------------------------------------------------------------------
 
     @cached_property
     def gallery(self) -> np.ndarray:
-        """Rows of the images that are drawn: some of the test images, or of the others where there are none.
+        """Rows of the images that are drawn: some of the test images, or of the training images.
 
-        None at a coordinator: there the images stay at the sites.
+        A coordinator has none, since the images stay at the sites.
         """
         count = len(self._split.images)
         return np.linspace(0, count - 1, min(GALLERY, count)).astype(int)
@@ -227,13 +221,14 @@ class Dashboard(RoundCallback):
         return None if self._split.labels is None else np.asarray(self._split.labels)[self.gallery]
 
     def _names(self) -> list[str]:
-        labels, classes = self._labels(), self.trainer.datamodule.images.classes
+        labels = self._labels()
+        classes = self.trainer.datamodule.images.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
         return [classes[label] if label >= 0 else "unlabelled" for label in labels]
 
     def _features(self) -> Tensor:
-        """Of the gallery, by the model as it is now."""
+        """The features of the gallery by the current model."""
         return extract(
             self.trainer.model.backbone.to(self.trainer.device),
             self._images(),
@@ -255,7 +250,7 @@ class Dashboard(RoundCallback):
 
 
 def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
-    """One standard deviation of the clients around the mean of a loss term."""
+    """A band of one standard deviation over the clients around the mean of a loss term."""
     columns = [update.loss(name) for update in updates if name in update.loss_names]
     means = [column.mean() for column in columns if len(column)]
     spread = torch.stack(means).std(correction=0).item() if means else 0.0
@@ -263,22 +258,23 @@ def band(name: str, mean: float, updates: Sequence[Update]) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """The most this process has used so far, in bytes; of the GPU's memory too, if it trains there."""
-    found: dict[str, float] = {}
+    """The peak memory of this process in bytes, and that on the GPU if it trains there."""
+    memory: dict[str, float] = {}
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
-        found["ram"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return found | (
-        {"gpu": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {}
-    )
+        memory["ram"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    if device.type == "cuda":
+        memory["gpu"] = float(torch.cuda.max_memory_allocated(device))
+    return memory
 
 
 def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pages:
-    """The pages of the custom scalars tab: page, chart, and patterns of tags, or (value, low, high) of a band.
+    """The pages of the custom scalars tab: page, chart, and patterns of tags or a band.
 
     Args:
-        rows: of all rounds so far; not every client is in every round, so that a number may first be told late.
-        custom: what of it callbacks have added; clients tell the rest.
+        rows: the rows of all rounds so far; a number may appear late, since not every client is in
+            every round.
+        custom: numbers that callbacks added to the rows.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     losses = [
@@ -287,9 +283,10 @@ def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pag
     others = [
         key
         for key in keys
-        if key not in {*OWN, *HEALTH, "angle", *custom} and not key.startswith(OWN_KINDS)
+        if key not in {*BUILT_IN, *HEALTH, "angle", *custom}
+        and not key.startswith(BUILT_IN_PREFIXES)
     ]
-    told = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
+    client_metrics = ["drift", "angle", *others, *(["loss_scale"] if "loss_scale" in keys else [])]
     titles = {
         "drift": "Drift: how far a client went, in lengths of the global weights",
         "angle": "Angle between a client's embeddings and the global ones (degrees)",
@@ -310,10 +307,10 @@ def layout(rows: Sequence[Mapping[str, Any]], custom: Sequence[str] = ()) -> Pag
                 "accuracy/knn_best$",
             ],
         },
-        # Charts with bands TensorBoard shows from the last to the first.
+        # TensorBoard shows charts with bands in reverse order.
         "Losses": {f"{name}, mean ± std of the clients": bands[name] for name in reversed(bands)},
         "Clients": {
-            **{titles.get(name, name): [f"client_{name}/"] for name in told},
+            **{titles.get(name, name): [f"client_{name}/"] for name in client_metrics},
             "Loss by step": ["loss_total/client_"],
             "Images of the clients that trained": ["client_images/"],
             "Clients that trained": ["clients/trained$"],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.federation.aggregate import STATISTICS
@@ -16,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Drift(RoundCallback):
-    """Adds ``drift`` to the metrics of the first clients; for all, it would cost as much as averaging them."""
+    """Adds ``drift`` to the metrics of the first clients; for all, it would cost too much."""
 
     def __init__(self, clients: int) -> None:
         """Sets how many clients are measured.
 
         Args:
-            clients: those of smaller numbers.
+            clients: clients with smaller numbers are measured.
         """
         self.clients = clients
 
+    @override
     def on_client_update(
         self, trainer: FederatedTrainer, record: RoundRecord, update: Update
     ) -> None:
-        """Measures one client."""
         if update.client < self.clients:
             update.metrics["drift"] = drift_of(
                 update.state.weights, record.context.global_state.weights
@@ -37,16 +40,22 @@ class Drift(RoundCallback):
 
 
 def drift_of(state: State, reference: State) -> float:
-    """How far weights are from the reference, in lengths of the reference; BatchNorm's statistics do not count."""
-    names = [
-        name
-        for name in reference
-        if reference[name].is_floating_point() and not name.endswith(STATISTICS)
-    ]
-    before = [reference[name] for name in names]
-    steps = torch._foreach_sub([state[name] for name in names], before)
-    went, length = (
-        torch.stack(torch._foreach_norm(list(t), 2, torch.float64)).norm() for t in (steps, before)
-    )
-    # Sums depend on the order in memory, which a run that is resumed does not share: not in the first six digits.
-    return float(f"{(went / length).item():.6g}")
+    """The distance of weights from the reference, in lengths of the reference.
+
+    BatchNorm's statistics do not count.
+    """
+    before = {
+        name: tensor
+        for name, tensor in reference.items()
+        if tensor.is_floating_point() and not name.endswith(STATISTICS)
+    }
+    distance = _norm([state[name] - tensor for name, tensor in before.items()])
+    # Sums depend on the order in memory, which a resumed run does not share: but not in the first
+    # six digits.
+    return float(f"{(distance / _norm(before.values())).item():.6g}")
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The norm of all tensors together."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).norm()

@@ -1,11 +1,13 @@
-"""Stops a run that no longer gets better."""
+"""Stops a run that no longer improves."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.errors import require, whole_number
+from fedx_pl.options import check, whole_number
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(RoundCallback):
-    """Ends the run when a number of the row has not improved for some measurements, as Lightning's does."""
+    """Ends the run when a number of the row has not improved, as Lightning's `EarlyStopping`."""
 
     def __init__(
         self,
@@ -23,43 +25,48 @@ class EarlyStopping(RoundCallback):
         min_delta: float = 0.0,
         mode: str = "max",
     ) -> None:
-        """Sets what is watched.
+        """Sets what is monitored.
 
         Args:
-            monitor: a column of metrics.csv; rounds that do not have it do not count.
+            monitor: a column of metrics.csv; rounds without it do not count.
             patience: measurements without an improvement after which the run ends.
-            min_delta: a smaller change is no improvement.
-            mode: ``max``: larger is better, ``min``: smaller.
+            min_delta: a smaller change is not an improvement.
+            mode: ``max`` if larger is better, ``min`` if smaller is better.
         """
-        require("mode", repr(mode), mode in ("max", "min"), instead='mode="max" or "min"')
-        patience = whole_number("patience", patience, least=1)
-        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        check("mode", mode, choices=("max", "min"))
+        self.monitor = monitor
+        self.patience = whole_number("patience", patience, at_least=1)
+        self.min_delta = min_delta
+        self.mode = mode
         self.best: float | None = None
         self.waited = 0
 
+    @override
     @property
     def state_key(self) -> str:
-        """There may be several, for different numbers."""
         return f"EarlyStopping({self.monitor}, {self.mode})"
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Looks at the number."""
         value = record.row.get(self.monitor)
         if value is None:
             return
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
-            self.best, self.waited = value, 0
+            self.best = value
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience and record.number < trainer.max_rounds:
             trainer.note(
-                f"{self.monitor} has not been better than {self.best:g} for {self.waited} measurements: stop"
+                f"{self.monitor} has not been better than {self.best:g} for {self.waited} "
+                f"measurements: stop"
             )
             trainer.should_stop = True
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """A number that is never there would never stop anything."""
+        # A number that is never there would never stop the run.
         if self.best is None and trainer.history:
             there = ", ".join(
                 key for key, value in trainer.history[-1].items() if isinstance(value, float)
@@ -68,11 +75,12 @@ class EarlyStopping(RoundCallback):
                 f"EarlyStopping has waited for {self.monitor}, which no round had; there is {there}"
             )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and how long ago."""
         return {"best": self.best, "waited": self.waited}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
         best = state.get("best")
-        self.best, self.waited = None if best is None else float(best), int(state.get("waited", 0))
+        self.best = None if best is None else float(best)
+        self.waited = int(state.get("waited", 0))

@@ -1,13 +1,17 @@
-"""Measures the global encoder after rounds: kNN, linear probe, collapse."""
+"""Evaluates the global encoder after rounds: kNN, linear probe, collapse."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.errors import UserError
+from fedx_pl.federation.round import number_of
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord
@@ -15,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class EvaluationCallback(RoundCallback):
-    """Adds to the row what is due after a round; measures the untrained network before the first."""
+    """Evaluates the untrained network, and after each round what is due."""
 
+    @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Measures what the untrained network can do."""
         if trainer.current_round == 0:
             started = time.perf_counter()
             trainer.untrained = self._measure(trainer, 0)
             trainer.untrained_seconds = time.perf_counter() - started
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Measures what is due."""
         started = time.perf_counter()
         record.row |= self._measure(trainer, record.number, record.row)
         seconds = time.perf_counter() - started
@@ -36,25 +40,23 @@ class EvaluationCallback(RoundCallback):
         self, trainer: FederatedTrainer, round_number: int, row: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
         row = row or {}
-        found = trainer.evaluator.measure(
+        metrics = trainer.evaluator.measure(
             trainer.model, trainer.device, round_number, rounds=trainer.max_rounds
         )
         for evaluation in trainer.evaluations if trainer.due(round_number)[0] else ():
             if trainer.evaluator.possible or not evaluation.needs_labels:
                 numbers = evaluation.measure(trainer, trainer.note)
-                trainer.model.load_shared(
-                    trainer.global_state.weights
-                )  # It may have trained clients.
+                # It may have trained clients.
+                trainer.model.load_shared(trainer.global_state.weights)
                 if not isinstance(numbers, dict):
                     name = type(evaluation).__name__
                     raise UserError(
                         f"{name}.measure returns {numbers!r}; return a dict of numbers by name"
                     )
                 for key, value in numbers.items():
-                    value = value.item() if getattr(value, "shape", None) == () else value
-                    if isinstance(value, int | float):
-                        taken = key in found or key in row
-                        found[f"{type(evaluation).__name__.lower()}_{key}" if taken else key] = (
-                            float(value)
-                        )
-        return found
+                    with suppress(TypeError):  # What is not one number is left out.
+                        number = float(number_of(value))
+                        taken = key in metrics or key in row
+                        prefix = f"{type(evaluation).__name__.lower()}_" if taken else ""
+                        metrics[prefix + key] = number
+        return metrics

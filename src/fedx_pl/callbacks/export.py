@@ -1,8 +1,10 @@
-"""What a finished run leaves for its user: the encoder's weights, and accuracy by round as a picture."""
+"""Saves the encoder's weights of a finished run, and a plot of its accuracy by round."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.files import tensor_bytes, write_atomically
@@ -12,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SaveEncoder(RoundCallback):
-    """Writes RUN/encoder.safetensors, a plain state dict of the backbone, and RUN/accuracy.png."""
+    """Writes RUN/encoder.safetensors, the backbone's state dict, and RUN/accuracy.png."""
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """Writes both; the picture only if there is an accuracy."""
         write_atomically(
             trainer.folder / "encoder.safetensors",
             tensor_bytes(trainer.model.backbone.state_dict()),

@@ -1,15 +1,18 @@
-"""Numbers that go wrong: a collapsed representation, a client that diverges, a loss scale that runs out."""
+"""Alarms: a collapsed representation, a diverging client, a vanishing loss scale."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
+from fedx_pl.options import Options, option
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
@@ -19,54 +22,46 @@ COLLAPSED = "the encoder has collapsed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthOptions:
+class HealthOptions(Options):
     """When to raise an alarm, and what follows."""
 
-    on_collapse: str = field(
-        default="warn",
-        metadata={
-            "help": "warn | stop: end the run when the encoder has collapsed (short: on_collapse)"
-        },
+    on_collapse: str = option(
+        "warn",
+        "warn | stop: end the run when the encoder has collapsed (short: on_collapse)",
+        choices=("warn", "stop"),
     )
-    min_rankme: float = field(
-        default=2.0,
-        metadata={"help": "dimensions that the features of a healthy encoder use at least"},
+    min_rankme: float = option(
+        2.0, "dimensions that the features of a healthy encoder use at least"
     )
-    max_uniformity: float = field(
-        default=-0.05,
-        metadata={"help": "of the features; 0 means that all directions are the same"},
+    max_uniformity: float = option(
+        -0.05, "of the features; 0 means that all directions are the same", at_least=-(10**9)
     )
-    max_growth: float = field(
-        default=2.0,
-        metadata={"help": "a client diverges if its loss grows by this factor within a round"},
+    max_growth: float = option(
+        2.0,
+        "a client diverges if its loss grows by this factor within a round",
+        above=1,
+        at_most=math.inf,
     )
-
-    def __post_init__(self) -> None:
-        known = self.on_collapse in ("warn", "stop")
-        require("health.on_collapse", self.on_collapse, known, instead="on_collapse=warn or stop")
-        require(
-            "health.max_growth", self.max_growth, self.max_growth > 1, instead="health.max_growth=2"
-        )
 
 
 class Health(RoundCallback):
-    """Raises alarms, and ends the run of a collapsed encoder if the options say so."""
+    """Raises alarms, and ends the run if the encoder has collapsed and the options say so."""
 
     def __init__(self, options: HealthOptions | None = None) -> None:
         """Sets the thresholds.
 
         Args:
-            options: when to raise an alarm, and what follows.
+            options: the thresholds, and what an alarm leads to.
         """
         self.options = options or HealthOptions()
         self.alarms: list[str] = []  # of all rounds
 
+    @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Refuses to resume a run that was stopped by a collapse."""
         self._refuse_collapsed(trainer)
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Looks at the row and at every client."""
         record.alarms += [*self._collapse(record)]
         for update in record.updates:
             record.alarms += [
@@ -75,24 +70,26 @@ class Health(RoundCallback):
         self.alarms += [f"round {record.number}: {alarm}" for alarm in record.alarms]
         trainer.should_stop |= self.options.on_collapse == "stop" and self._collapsed(record.number)
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """Tells why the run ends early."""
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
-        """By the row; where clients measure for themselves, more than half of them must say so."""
-        told = {
-            name: [update.metrics[name] for update in record.updates if name in update.metrics]
-            for name in ("rankme", "uniformity")
-        }
-        rankme = statistics.median_high(told["rankme"] or [record.row.get("rankme", math.inf)])
-        uniformity = statistics.median_low(
-            told["uniformity"] or [record.row.get("uniformity", -math.inf)]
-        )
+        """By the row; where clients evaluate their own images, more than half of all must agree."""
+        rankme = self._typical(record, "rankme", math.inf)
+        uniformity = self._typical(record, "uniformity", -math.inf)
         if rankme < (least := self.options.min_rankme):
             yield f"{COLLAPSED}: rankme is {rankme:.3g}, below {least:g}"
         if uniformity > (most := self.options.max_uniformity):
             yield f"{COLLAPSED}: uniformity is {uniformity:.3g}, above {most:g}"
+
+    @staticmethod
+    def _typical(record: RoundRecord, name: str, healthy: float) -> float:
+        """A measure of the row, or the median of the clients; those without it count as healthy."""
+        if not any(name in update.metrics for update in record.updates):
+            return float(record.row.get(name, healthy))
+        values = [update.metrics.get(name, healthy) for update in record.updates]
+        return statistics.median_high(values) if healthy > 0 else statistics.median_low(values)
 
     def _problems(self, update: Update) -> Iterator[str]:
         first, last = _ends(update)
@@ -107,7 +104,7 @@ class Health(RoundCallback):
         return any(alarm.startswith(f"round {number}: {COLLAPSED}") for alarm in self.alarms)
 
     def _refuse_collapsed(self, trainer: FederatedTrainer) -> None:
-        """Raises a `UserError`, unless it is the last round, which ends the run in any case."""
+        """Raises a `UserError` if the last round collapsed, unless it ends the run anyway."""
         number = trainer.current_round
         if (
             self.options.on_collapse == "stop"
@@ -115,21 +112,21 @@ class Health(RoundCallback):
             and number < trainer.max_rounds
         ):
             raise UserError(
-                f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the run is saved in "
-                f"{trainer.folder}, and on_collapse=warn goes on"
+                f"stopped after round {number}: the encoder has collapsed (on_collapse=stop); the "
+                f"run is saved in {trainer.folder}, and on_collapse=warn resumes it"
             )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The alarms so far."""
         return {"alarms": self.alarms}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
         self.alarms = list(map(str, state.get("alarms", [])))
 
 
 def _ends(update: Update) -> tuple[float, float]:
-    """Mean total loss of the first and of the last tenth of a client's steps."""
+    """The mean total loss of the first and of the last tenth of a client's steps."""
     total = update.loss()
     if not len(total):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""RUN/metrics.csv and metrics.json: a row per round."""
+"""RUN/metrics.csv and metrics.json, with a row per round."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import csv
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback, plain
 from fedx_pl.errors import UserError
@@ -19,14 +21,15 @@ FIRST_COLUMNS = ("round", "knn_top1", "linear_top1", "linear_top5", "loss")
 
 
 class MetricsFiles(RoundCallback):
-    """Writes both files after every round."""
+    """Writes both files again after every round; a thousand rounds are a few hundred kilobytes."""
 
+    @override
     def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Writes them anew: a run of a thousand rounds has a few hundred kilobytes."""
         self._write(trainer)
 
+    @override
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        """Writes them again, in case that the last round was saved and the process then killed."""
+        # Again, in case an earlier process was killed after it saved the last round.
         self._write(trainer)
 
     def _write(self, trainer: FederatedTrainer) -> None:
@@ -42,22 +45,22 @@ class MetricsFiles(RoundCallback):
 
 
 class PlainRow(RoundCallback):
-    """Makes plain numbers of what the user's callbacks have added to the row, before anyone writes or shows it."""
+    """Turns what the user's callbacks added to the row into plain numbers, before it is written."""
 
-    def __init__(self, own: Sequence[RoundCallback]) -> None:
-        """Keeps their names.
+    def __init__(self, callbacks: Sequence[RoundCallback]) -> None:
+        """Keeps the names of the callbacks.
 
         Args:
-            own: the user's callbacks.
+            callbacks: the user's callbacks.
         """
-        self._where = (
-            f"record.row, as {', '.join(type(callback).__name__ for callback in own)} left it,"
-        )
+        names = ", ".join(type(callback).__name__ for callback in callbacks)
+        self._where = f"record.row, as {names} left it,"
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Refuses what is no plain number or text."""
         if not isinstance(record.row, dict) or not all(isinstance(key, str) for key in record.row):
             raise UserError(
-                f"{self._where} is no dict of values by name; add to it: record.row['name'] = value"
+                f"{self._where} is not a dict of values by name; add to it: "
+                f"record.row['name'] = value"
             )
         record.row = {key: plain(value, self._where, key) for key, value in record.row.items()}

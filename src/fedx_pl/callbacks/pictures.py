@@ -1,4 +1,4 @@
-"""How an encoder sees images: what it finds alike, and all of them on a map."""
+"""Pictures of an embedding: nearest neighbors, and a map of all images."""
 
 import math
 from collections.abc import Sequence
@@ -9,32 +9,32 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-QUERIES, NEIGHBOURS = 8, 7
-_THUMBNAIL, _SHOWN = 32, 72  # pixels: in the projector's sprite, which may have 8192; in the grid
-_SAME, _OTHER, _NONE = (0, 158, 115), (213, 94, 0), (255, 255, 255)  # Okabe and Ito's green and red
-_COLOURS = [
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B2A800", "#000000", "#999999", "#7B3294",
-]  # fmt: skip
+from fedx_pl.palette import CATEGORIES, FRAME, GREEN, PALE_GRAY, VERMILION, WHITE, rgb
+
+QUERIES = 8
+NEIGHBORS = 7
+_THUMBNAIL = 32  # pixels in the projector's sprite, which may have 8192
+_SHOWN = 72  # pixels in the grid
 
 
-def neighbours(features: Tensor, labels: np.ndarray | None) -> Tensor:
-    """Some images and those most like each, by cosine similarity.
+def nearest_neighbors(features: Tensor, labels: np.ndarray | None) -> Tensor:
+    """Finds the nearest neighbors of some images by cosine similarity.
 
-    The queries are the first image of each class, or without labels the first images of all, eight at most: the same
-    in every round, so that rounds can be compared.
+    The queries are the first image of each class, or the first images without labels, at most
+    eight. They are the same in every round, so that rounds can be compared.
 
     Args:
-        features: float (N, D), N being 2 or more.
-        labels: int (N,), -1 for an image without one.
+        features: float (N, D) of at least two images.
+        labels: int (N,), -1 for an image without a label.
 
     Returns:
-        int64 (Q, 1 + K) rows of ``features``: the query, then its neighbours, the most similar first.
+        int64 (Q, 1 + K) rows of ``features``: the query, then its neighbors, the nearest first.
     """
     queries = torch.tensor(_one_of_each(labels, len(features)))
     unit = F.normalize(features, dim=1)
-    like = unit[queries] @ unit.T
-    like[torch.arange(len(queries)), queries] = -math.inf  # Not itself.
-    nearest = like.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices
+    similarity = unit[queries] @ unit.T
+    similarity[torch.arange(len(queries)), queries] = -math.inf  # An image is not its own neighbor.
+    nearest = similarity.topk(min(NEIGHBORS, len(features) - 1), dim=1).indices
     return torch.cat([queries[:, None], nearest], 1)
 
 
@@ -45,87 +45,90 @@ def _one_of_each(labels: np.ndarray | None, count: int) -> list[int]:
     return np.flatnonzero(labels >= 0)[first][:QUERIES].tolist()
 
 
-def neighbour_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> np.ndarray:
-    """A line for each query: the query, a gap, its neighbours, framed green if of the query's class and red if not.
+def neighbor_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> np.ndarray:
+    """Draws a row for each query: the query, a gap, and its neighbors.
+
+    A neighbor of the query's class has a green frame, another one a red frame.
 
     Args:
         images: uint8 (N, H, W, C).
-        rows: of `neighbours`.
-        labels: int (N,), or none: then there are no frames.
+        rows: from `nearest_neighbors`.
+        labels: int (N,), or None for no frames.
 
     Returns:
         uint8 (height, width, 3).
     """
-    shown = (
-        _resized(images[rows.flatten()], _SHOWN)
-        .permute(0, 2, 3, 1)
-        .numpy()
-        .reshape(*rows.shape, _SHOWN, _SHOWN, 3)
-    )
-    frame, gap = 4, 8
-    cell = _SHOWN + 2 * frame + gap
+    shown = _resized(images[rows.flatten()], _SHOWN).permute(0, 2, 3, 1).numpy()
+    shown = shown.reshape(*rows.shape, _SHOWN, _SHOWN, 3)
+    frame = 4
+    gap = 8
+    side = _SHOWN + 2 * frame
+    cell = side + gap
     lines, columns = rows.shape
     canvas = np.full((lines * cell + gap, columns * cell + 3 * gap, 3), 255, np.uint8)
     for line in range(lines):
         for column in range(columns):
-            top, left = gap + line * cell, gap + column * cell + (2 * gap if column else 0)
-            colour = _NONE
+            top = gap + line * cell
+            left = gap + column * cell + (2 * gap if column else 0)
+            color = WHITE
             if labels is not None and column and labels[rows[line, 0]] >= 0:
-                colour = _SAME if labels[rows[line, column]] == labels[rows[line, 0]] else _OTHER
-            canvas[top : top + _SHOWN + 2 * frame, left : left + _SHOWN + 2 * frame] = colour
-            canvas[top + frame : top + frame + _SHOWN, left + frame : left + frame + _SHOWN] = (
-                shown[line, column]
-            )
+                is_same = labels[rows[line, column]] == labels[rows[line, 0]]
+                color = GREEN if is_same else VERMILION
+            framed = canvas[top : top + side, left : left + side]
+            framed[:] = rgb(color)
+            framed[frame:-frame, frame:-frame] = shown[line, column]
     return canvas
 
 
 def embedding_map(features: Tensor, labels: np.ndarray | None, classes: Sequence[str]) -> Figure:
-    """The directions of the features along their two main axes, a colour for each of the first ten classes.
+    """Draws the normalized features along their two main axes, with a color for each class.
 
     Args:
         features: float (N, D).
-        labels: int (N,) or none.
-        classes: their names.
+        labels: int (N,) or None; classes after the tenth share a gray.
+        classes: the names of the classes.
     """
     points, shares = main_axes(F.normalize(features, dim=1))
     figure = Figure(figsize=(6, 4.4), dpi=110, layout="constrained")
     axes = figure.subplots()
-    known = (
-        np.full(len(points), -1) if labels is None else np.where(labels < len(_COLOURS), labels, -1)
-    )
-    if (known < 0).any():
-        rest = "other classes" if (known >= 0).any() else "images"
-        axes.scatter(
-            points[known < 0, 0],
-            points[known < 0, 1],
-            s=9,
-            color="#BBBBBB",
-            label=rest,
-            linewidths=0,
-        )
-    for label in np.unique(known[known >= 0]):
-        x, y = points[known == label].T
-        axes.scatter(x, y, s=9, color=_COLOURS[label], label=classes[label], linewidths=0)
+    if labels is None:
+        labels = np.full(len(points), -1)
+    colored = np.where(labels < len(CATEGORIES), labels, -1)
+    if (colored < 0).any():
+        name = "other classes" if (colored >= 0).any() else "images"
+        x, y = points[colored < 0].T
+        axes.scatter(x, y, s=9, color=PALE_GRAY, label=name, linewidths=0)
+    for label in np.unique(colored[colored >= 0]):
+        x, y = points[colored == label].T
+        axes.scatter(x, y, s=9, color=CATEGORIES[label], label=classes[label], linewidths=0)
     axes.set(
         xlabel=f"first main axis, {shares[0]:.0%} of the variance",
         ylabel=f"second main axis, {shares[1]:.0%}",
     )
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.spines[:].set_color("#CCCCCC")
+    axes.spines[:].set_color(FRAME)
     figure.legend(loc="outside right upper", frameon=False, markerscale=2.5, fontsize=11)
     return figure
 
 
 def main_axes(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates (N, 2) along the two directions of largest variance, and the shares of the variance they have.
+    """Projects features onto the two directions of largest variance.
 
-    An axis may point either way; here the way on which its largest coordinate lies, so that maps of neighbouring
-    rounds do not flip for nothing.
+    The sign of an axis is arbitrary. Here its largest coordinate is positive, so that the maps of
+    successive rounds do not flip.
+
+    Args:
+        features: float (N, D).
+
+    Returns:
+        The coordinates (N, 2), and the share of the variance along each axis.
     """
-    centred = features.double() - features.double().mean(0)
-    u, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    u, singular = F.pad(u, (0, 2))[:, :2], F.pad(singular, (0, 2))  # One feature has one axis only.
+    centered = features.double() - features.double().mean(0)
+    u, singular, _ = torch.linalg.svd(centered, full_matrices=False)
+    # A single feature has one axis only; the second is zero.
+    u = F.pad(u, (0, 2))[:, :2]
+    singular = F.pad(singular, (0, 2))
     points = (u * singular[:2]).numpy()
     flip = np.sign(points[np.abs(points).argmax(0), [0, 1]])
     shares = (singular[:2] ** 2 / (singular**2).sum().clamp(min=1e-12)).numpy()
@@ -133,16 +136,22 @@ def main_axes(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def thumbnails(images: Tensor) -> Tensor:
-    """uint8 (N, H, W, C) -> float (N, 3, h, w) in 0 to 1, small enough for a sprite of a thousand."""
-    parts = [
-        _resized(part, _THUMBNAIL) for part in images.split(100)
-    ]  # A thousand large ones would fill the memory.
+    """Shrinks images so that a thousand fit into the sprite of the projector.
+
+    Args:
+        images: uint8 (N, H, W, C).
+
+    Returns:
+        float (N, 3, h, w) in 0 to 1.
+    """
+    # In parts, since a thousand large images at once would fill the memory.
+    parts = [_resized(part, _THUMBNAIL) for part in images.split(100)]
     return torch.cat(parts).float() / 255
 
 
 def _resized(images: Tensor, side: int) -> Tensor:
-    """uint8 (N, H, W, C) -> uint8 (N, 3, side, side); small ones are enlarged without smoothing."""
+    """Resizes uint8 (N, H, W, C) to (N, 3, side, side); enlarges without smoothing."""
     pixels = images.permute(0, 3, 1, 2).float()
-    large = max(pixels.shape[2:]) > side
-    found = F.interpolate(pixels, (side, side), mode="area" if large else "nearest")
-    return found.round().to(torch.uint8).expand(-1, 3, -1, -1)
+    is_large = max(pixels.shape[2:]) > side
+    resized = F.interpolate(pixels, (side, side), mode="area" if is_large else "nearest")
+    return resized.round().to(torch.uint8).expand(-1, 3, -1, -1)

@@ -1,4 +1,7 @@
-"""Pictures of a run. Plain ``Figure`` objects, never pyplot: no global state, no display, safe in any thread."""
+"""Figures of a run.
+
+Plain ``Figure`` objects, never pyplot: no global state, no display, safe in any thread.
+"""
 
 import io
 import math
@@ -14,33 +17,31 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
-_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#5F5F5F"
-# The accuracies that are drawn: key of a row, label, colour, marker (shape as well as colour tells them apart).
-_ACCURACIES = (("linear_top1", "linear probe", _BLUE, "o"), ("knn_top1", "kNN", _ORANGE, "s"))
+from fedx_pl.palette import BLUE, FRAME, GRAY, VERMILION, tidy
+from fedx_pl.printing import measured
+
+# The accuracies that are drawn: the key of a row, the label, the color and the marker, since shapes
+# tell lines apart as well as colors do.
+_ACCURACIES = (("linear_top1", "linear probe", BLUE, "o"), ("knn_top1", "kNN", VERMILION, "s"))
 
 
 def partition_heatmap(
     counts: np.ndarray, classes: Sequence[str], clients: Sequence[str] | None = None
 ) -> Figure:
-    """How many images of each class every client owns, with the size of each client as a bar beside it.
+    """Draws how many images of each class every client has, and beside it each client's total.
 
     Args:
         counts: integer (clients, classes), or (clients, 1) when the images have no labels.
-        classes: names of the columns; not looked at when there is only one.
+        classes: names of the columns; ignored when there is only one.
         clients: names of the rows; their numbers by default.
     """
     counts = np.asarray(counts)
     rows, columns = counts.shape
     if columns > 1 and len(classes) != columns:
         raise ValueError(f"{columns} columns of counts but {len(classes)} class names")
-    names = (
-        [_short(name) for name in clients]
-        if clients is not None
-        else [str(row) for row in range(rows)]
-    )
-    # Cells shrink as they become many, so that the picture stays between a postcard and two pages (sizes in inches):
-    # its memory must not grow with the number of clients.
+    names = [_short(name) for name in (map(str, range(rows)) if clients is None else clients)]
+    # Many cells are drawn smaller (in inches), so that the picture stays between a postcard and two
+    # pages: its memory must not grow with the number of clients.
     width = columns * min(max(7.5 / columns, 0.1), 0.75) if columns > 1 else 0
     cell_height = min(max(9.0 / rows, 0.1), 0.36, 20.0 / rows)
     figure = Figure(figsize=(width + 3.6, rows * cell_height + 1.5), dpi=110, layout="constrained")
@@ -48,7 +49,7 @@ def partition_heatmap(
         heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=[width, 1.8])
         _draw_heat(heat, counts, classes, width=width / columns, height=cell_height)
         bars.tick_params(axis="y", which="both", length=0, labelleft=False)
-    else:  # one column would repeat the bars
+    else:  # A single column would repeat the bars.
         heat = bars = figure.subplots()
         heat.set_ylim(rows - 0.5, -0.5)
     heat.set_ylabel("client")
@@ -56,36 +57,44 @@ def partition_heatmap(
     heat.tick_params(length=0, labelsize=8)
 
     sizes = counts.sum(1)
-    bars.barh(np.arange(rows), sizes, height=0.8, color=_BLUE)
+    bars.barh(np.arange(rows), sizes, height=0.8, color=BLUE)
     bars.spines[["top", "right", "left"]].set_visible(False)
     bars.set_xlabel("images per client")
     if cell_height * 72 >= 11:
-        bars.bar_label(bars.containers[0], [f"{size:,}" for size in sizes], padding=3, fontsize=8)
+        labels = [measured(int(size)) for size in sizes]
+        bars.bar_label(bars.containers[0], labels, padding=3, fontsize=8)
         bars.margins(x=0.35)  # room for the longest number
         bars.spines["bottom"].set_visible(False)
         bars.set_xticks([])
     else:
         bars.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         bars.tick_params(axis="x", labelsize=8)
-    figure.suptitle(f"{sizes.sum():,} images on {rows} clients", fontsize=11)
+    figure.suptitle(f"{measured(int(sizes.sum()))} images on {rows} clients", fontsize=11)
     return figure
 
 
 def _draw_heat(
     axes: Axes, counts: np.ndarray, classes: Sequence[str], width: float, height: float
 ) -> None:
-    """The (clients, classes) cells, each ``width`` by ``height`` inches: numbers if they fit, else a colour bar."""
-    # Skewed splits have a few huge cells: the square root keeps the small ones apart from the empty (white) ones.
+    """Draws the (clients, classes) cells, with numbers if they fit and a color bar if not.
+
+    Args:
+        axes: where to draw.
+        counts: integer (clients, classes).
+        classes: names of the columns.
+        width: of a cell, in inches.
+        height: of a cell, in inches.
+    """
+    # Skewed splits have a few huge cells; the square root keeps small and empty cells distinct.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     image = axes.imshow(counts, cmap="Blues", norm=norm, aspect="auto")
-    if (
-        width * 72 >= 5.5 * len(str(counts.max())) and height * 72 >= 11
-    ):  # a digit of 8 points is about 5.5 wide
+    digit = 5.5  # the width of a digit of 8 points, in points
+    if width * 72 >= digit * len(str(counts.max())) and height * 72 >= 11:
         for (row, column), count in np.ndenumerate(counts):
             if count:
-                colour = "white" if norm(count) > 0.6 else "black"
+                color = "white" if norm(count) > 0.6 else "black"
                 axes.text(
-                    column, row, f"{count}", ha="center", va="center", fontsize=8, color=colour
+                    column, row, f"{count}", ha="center", va="center", fontsize=8, color=color
                 )
     else:
         axes.figure.colorbar(
@@ -98,35 +107,36 @@ def _draw_heat(
         axes.tick_params(which="minor", length=0)
     names = [_short(name) for name in classes]
     axes.set_xticks(*_ticks(names, width))
-    if max(map(len, names)) * 0.07 > width:  # a letter of 8 points is about 0.07 inches wide
+    if max(map(len, names)) * 0.07 > width:  # A letter of 8 points is about 0.07 inches wide.
         axes.tick_params(axis="x", labelrotation=90)
     axes.set_xlabel("class")
-    axes.spines[:].set_color("#CCCCCC")
+    axes.spines[:].set_color(FRAME)
 
 
 def _ticks(names: Sequence[str], inches: float) -> tuple[list[int], list[str]]:
-    """Positions and labels of every n-th name, n being the least that leaves 11 points to each."""
+    """Positions and labels of every n-th name, for the least n that leaves 11 points to each."""
     step = next((n for n in (1, 5, 10, 20, 50, 100) if n * inches * 72 >= 11), len(names))
     chosen = list(range(0, len(names), step))
     return chosen, [names[position] for position in chosen]
 
 
 def _short(name: str) -> str:
-    """A name that fits beside a picture."""
+    """Shortens a name to fit beside a picture."""
     return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | None = None) -> Figure:
-    """Accuracy by round, the untrained encoder as a dashed line of the same colour.
+    """Draws accuracy by round, and the untrained encoder as a dashed line of the same color.
 
     Args:
-        rows: one mapping per round, with ``round`` and any of ``linear_top1`` and ``knn_top1`` in percent. A round that
-            was not evaluated has no such key, or ``None``, nan or an empty string there.
+        rows: one mapping per round, with ``round`` and any of ``linear_top1`` and ``knn_top1`` in
+            percent. A round that was not evaluated has no such key, or ``None``, nan or an empty
+            string there.
         untrained: the same accuracies of the encoder before the first round.
     """
     figure = Figure(figsize=(6.4, 4), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for key, label, colour, marker in _ACCURACIES:
+    for key, label, color, marker in _ACCURACIES:
         points = [(int(row["round"]), _number(row.get(key))) for row in rows]
         points = [(number, value) for number, value in points if math.isfinite(value)]
         if points:
@@ -135,7 +145,7 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
             axes.plot(
                 rounds,
                 values,
-                color=colour,
+                color=color,
                 marker=marker,
                 markersize=size,
                 linewidth=1.8,
@@ -145,7 +155,7 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
         if math.isfinite(level):
             axes.axhline(
                 level,
-                color=colour,
+                color=color,
                 linestyle="--",
                 linewidth=1.2,
                 alpha=0.8,
@@ -153,9 +163,7 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
             )
     axes.set(xlabel="round", ylabel="top-1 accuracy (%)")
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
@@ -167,13 +175,13 @@ def curves(rows: Sequence[Mapping[str, Any]], untrained: Mapping[str, Any] | Non
             transform=axes.transAxes,
             ha="center",
             va="center",
-            color=_GREY,
+            color=GRAY,
         )
     return figure
 
 
 def _number(value: object) -> float:
-    """A cell of a metrics table; nan for the ones that were not measured."""
+    """Reads a cell of a metrics table; nan if it was not measured."""
     return math.nan if value is None or value == "" else float(value)  # type: ignore[arg-type]
 
 
@@ -186,29 +194,30 @@ def view_grid(
     pairs: int = 32,
     columns: int = 4,
 ) -> np.ndarray:
-    """Two augmented views of the same images, side by side, enlarged without smoothing.
+    """Draws two augmented views of the same images side by side, enlarged without smoothing.
 
     Args:
-        first: normalised float (B, C, H, W), C being 1 or 3.
-        second: the other view of the same images, same shape.
-        mean: per channel, as subtracted by the normalisation.
-        std: per channel, as divided by.
-        pairs: at most so many pairs are shown.
+        first: normalized float (B, C, H, W) with 1 or 3 channels.
+        second: the other view of the same images, of the same shape.
+        mean: the mean of each channel that the normalization subtracts.
+        std: the standard deviation of each channel that it divides by.
+        pairs: how many pairs to show at most.
         columns: pairs per row.
 
     Returns:
         uint8 (height, width, 3).
     """
-    views = (
-        torch.stack([first[:pairs], second[:pairs]], 1).detach().float().cpu()
-    )  # (P, 2, C, H, W)
+    views = torch.stack([first[:pairs], second[:pairs]], 1)  # (P, 2, C, H, W)
+    views = views.detach().float().cpu()
     views = views * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
     pixels = (views.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
     count, _, height, width, _ = pixels.shape
-    zoom = max(1, 100 // max(height, width))  # 28 and 32 pixels become 84 and 96
+    zoom = max(1, 100 // max(height, width))  # 28 pixels become 84, and 32 become 96
     pixels = pixels.repeat(zoom, axis=2).repeat(zoom, axis=3)
-    height, width = height * zoom, width * zoom
-    inner, outer = 2, 14  # the two views of an image nearly touch, neighbouring pairs do not
+    height *= zoom
+    width *= zoom
+    inner = 2  # The two views of an image nearly touch,
+    outer = 14  # and adjacent pairs do not.
     columns = min(columns, count)
     lines = math.ceil(count / columns)
     pair_width = 2 * width + inner
@@ -224,14 +233,15 @@ def view_grid(
 
 
 def pixels(figure: Figure) -> np.ndarray:
-    """The figure drawn as uint8 (height, width, 3)."""
+    """Draws a figure as uint8 (height, width, 3)."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def png(figure: Figure) -> bytes:
-    """The content of a picture's file."""
+    """Draws a figure as the content of a PNG file."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="png")
+    # Without the version of matplotlib, the same numbers give the same file.
+    figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()

@@ -1,8 +1,10 @@
-"""What of its privacy a client has spent."""
+"""The privacy budget that a client has spent."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 
@@ -14,6 +16,6 @@ if TYPE_CHECKING:
 class PrivacyBudget(RoundCallback):
     """Adds ``epsilon`` to the row."""
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Asks the accountant."""
         record.row["epsilon"] = trainer.epsilon_after(record.number)

@@ -1,12 +1,12 @@
-"""The TensorBoard events of a run: one writer, tags that group well, and step axes that never restart."""
+"""Writes the TensorBoard events of a run, with step axes that never restart."""
 
 import math
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -21,64 +21,65 @@ if TYPE_CHECKING:
 Pages = Mapping[str, Mapping[str, list[str] | tuple[str, str, str]]]
 
 _PROJECTOR = "projector_config.pbtxt"
-_LARGEST = 1e20  # that torch's histograms can hold
-_POINTS = 50  # of one client's curve in one round: a hundred rounds stay quick to load
+_LARGEST = 1e20  # value that torch's histograms can hold
+_POINTS = 50  # of one client's curve in one round, so that a hundred rounds load fast
 
 
 class RunWriter:
     """Writes a run's scalars and pictures into its folder.
 
-    Nothing is imported or created before the first write: a run without a dashboard pays nothing.
+    Nothing is imported or created before the first write.
 
     Args:
-        folder: where the event files go; created when needed. A resumed run adds a file to the same folder.
-        known: files that were there at the last checkpoint and how long they were; what was written after it is
-            cut off, for the rounds it belongs to come again.
-        max_clients: the clients numbered below this get loss curves of their own; a hundred curves in one chart are
-            neither readable nor cheap. By number, so that a resumed run goes on with the same ones.
+        folder: where the event files go. A resumed run adds a file to the same folder.
+        lengths: the event files and their lengths at the last checkpoint. What was written after it
+            is cut off, since those rounds are trained again.
+        max_clients: clients with smaller numbers get curves of their own; a hundred curves in one
+            chart are neither readable nor cheap.
     """
 
     def __init__(
-        self, folder: Path, *, known: Mapping[str, int] | None = None, max_clients: int = 10
+        self, folder: Path, *, lengths: Mapping[str, int] | None = None, max_clients: int = 10
     ) -> None:
         self._folder = folder
         self._max_clients = max_clients
-        if known is not None:
-            _cut_off(folder, known)
+        if lengths is not None:
+            _cut_off(folder, lengths)
 
     def lengths(self) -> dict[str, int]:
-        """The event files and how long they are, after everything written so far is on the disk."""
+        """The event files and their lengths, when everything written so far is on disk."""
         if "_writer" in self.__dict__:
             self._writer.flush()
-        found = {}
+        lengths = {}
         for file in sorted(self._folder.glob("events.*")):
             with open(file, "rb") as events:
                 os.fsync(events.fileno())
-            found[file.name] = file.stat().st_size
-        return found
+            lengths[file.name] = file.stat().st_size
+        return lengths
 
     @cached_property
     def _writer(self) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
 
+        _silence_writer_thread()
         return SummaryWriter(str(self._folder))
 
     def accuracy(self, round_number: int, values: Mapping[str, float | None]) -> None:
-        """Accuracies of the global encoder after a round, in percent, as ``accuracy/<name>``.
+        """Writes accuracies of the global encoder in percent, as ``accuracy/<name>``.
 
         Args:
-            round_number: number of the round; 0 is the untrained encoder.
-            values: for example ``knn_top1`` and ``linear_top1``; ``None`` and nan mean "not measured": not written.
+            round_number: the round; 0 is the untrained encoder.
+            values: for example ``knn_top1`` and ``linear_top1``; ``None`` and nan are not written.
         """
         self.round(round_number, {f"accuracy/{name}": value for name, value in values.items()})
 
     def round(self, round_number: int, values: Mapping[str, float | None]) -> None:
-        """Figures of a whole round, then a flush, so that a dashboard that is open follows round by round.
+        """Writes the numbers of a round and flushes, so that an open dashboard follows.
 
         Args:
-            round_number: number of the round.
-            values: by full tag, for example ``system/images_per_second`` or ``loss/contrastive``; ``None`` and nan are
-                not written.
+            round_number: the round.
+            values: by full tag, for example ``system/images_per_second`` or ``loss/contrastive``;
+                ``None`` and nan are not written.
         """
         for tag, value in values.items():
             if value is not None and not math.isnan(value):
@@ -88,16 +89,16 @@ class RunWriter:
     def client_losses(
         self, client: int, first_step: int, losses: Tensor, names: Sequence[str]
     ) -> None:
-        """The loss terms of one client in one round, as ``loss_<name>/client_<number>``.
+        """Writes the loss terms of one client in one round, as ``loss_<name>/client_<number>``.
 
-        Long rounds are thinned to about fifty points, each the mean of its bucket of rows and drawn at the last step of
-        it. A nan stays: TensorBoard marks it, and the step where a loss broke is worth seeing.
+        Long rounds are reduced to about fifty points, each the mean of some steps, drawn at the
+        last of them. A nan stays: TensorBoard marks it, which shows where a loss broke.
 
         Args:
-            client: number of the client.
-            first_step: step of the first row, on the client's own axis: the steps it did in all earlier rounds.
+            client: the client's number.
+            first_step: the client's step of the first row: its steps in all earlier rounds.
             losses: (rows, terms).
-            names: of the terms.
+            names: the names of the terms.
         """
         if client >= self._max_clients or len(losses) == 0:
             return
@@ -110,15 +111,15 @@ class RunWriter:
                 self._writer.add_scalar(f"loss_{name}/client_{client:03d}", value, step)
 
     def clients(self, name: str, round_number: int, values: Mapping[int, float]) -> None:
-        """A number of each client that trained in a round.
+        """Writes a number of each client that trained in a round.
 
-        The first clients have a curve ``client_<name>/client_<number>``; all together are the histogram
-        ``spread/<name>``.
+        The first clients have a curve ``client_<name>/client_<number>``; all together are the
+        histogram ``spread/<name>``.
 
         Args:
-            name: of the number.
-            round_number: in which they trained.
-            values: by client; what is not finite is not written.
+            name: the name of the number.
+            round_number: the round.
+            values: by client; values that are not finite are not written.
         """
         finite = {client: value for client, value in values.items() if math.isfinite(value)}
         for client in sorted(finite):
@@ -133,12 +134,12 @@ class RunWriter:
     def partition(
         self, counts: np.ndarray, client_names: Sequence[str], classes: Sequence[str]
     ) -> None:
-        """Who owns what: a heat map, and the size of each client as a table.
+        """Writes a heat map of the images of each client and class, and a table of client sizes.
 
         Args:
-            counts: integer (clients, classes), or (clients, 1) when the images have no labels.
-            client_names: of the rows.
-            classes: names of the columns.
+            counts: integer (clients, classes), or (clients, 1) if the images have no labels.
+            client_names: the names of the rows.
+            classes: the names of the columns.
         """
         from fedx_pl.callbacks import plots
 
@@ -155,13 +156,13 @@ class RunWriter:
     def views(
         self, first: Tensor, second: Tensor, mean: Sequence[float], std: Sequence[float]
     ) -> None:
-        """Example pairs of augmented views: the quickest way to see a wrong augmentation.
+        """Writes example pairs of augmented views, which show a wrong augmentation at once.
 
         Args:
-            first: normalised float (B, C, H, W).
+            first: normalized float (B, C, H, W).
             second: the other view of the same images.
-            mean: of the normalisation, per channel.
-            std: of the normalisation, per channel.
+            mean: mean of the normalization, per channel.
+            std: standard deviation of the normalization, per channel.
         """
         from fedx_pl.callbacks import plots
 
@@ -177,19 +178,19 @@ class RunWriter:
         labels: np.ndarray | None,
         classes: Sequence[str],
     ) -> None:
-        """How the encoder sees some images: which it finds alike, and a map of all.
+        """Writes the nearest neighbors of some images, and a map of the embedding.
 
         Args:
-            round_number: after which.
+            round_number: the round.
             features: float (N, D).
             images: uint8 (N, H, W, C).
-            labels: (N,) or none.
-            classes: their names.
+            labels: (N,), or None.
+            classes: the names of the labels.
         """
         from fedx_pl.callbacks import pictures, plots
 
-        rows = pictures.neighbours(features, labels)
-        grid = pictures.neighbour_grid(images, rows, labels)
+        rows = pictures.nearest_neighbors(features, labels)
+        grid = pictures.neighbor_grid(images, rows, labels)
         self._writer.add_image("embedding/neighbours", grid, round_number, dataformats="HWC")
         figure = pictures.embedding_map(features, labels, classes)
         self._writer.add_image(
@@ -197,20 +198,19 @@ class RunWriter:
         )
 
     def projector(self, features: Tensor, images: Tensor, names: Sequence[str]) -> None:
-        """The points of TensorBoard's projector, with the images on them.
+        """Writes the points of TensorBoard's projector, with the images on them.
 
         Args:
             features: float (N, D).
             images: uint8 (N, H, W, C).
-            names: of the points: their classes, or which images they are.
+            names: the names of the points.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         from fedx_pl.callbacks import pictures
 
-        temporary = (
-            self._folder / f".projector{UNFINISHED}"
-        )  # If this is the end, the next start removes it.
+        # If the process is killed here, the next start removes it.
+        temporary = self._folder / f".projector{UNFINISHED}"
         shutil.rmtree(temporary, ignore_errors=True)
         with SummaryWriter(str(temporary)) as writer:
             writer.add_embedding(features, list(names), pictures.thumbnails(images), tag="encoder")
@@ -224,11 +224,11 @@ class RunWriter:
         return (self._folder / _PROJECTOR).exists()
 
     def forget_projector(self) -> None:
-        """Before there are other weights."""
+        """Removes the projector's points, since they are of older weights."""
         (self._folder / _PROJECTOR).unlink(missing_ok=True)
 
     def layout(self, pages: Pages) -> None:
-        """Which charts the custom scalars tab has, page by page."""
+        """Sets the charts of the custom scalars tab, page by page."""
         self._writer.add_custom_scalars(
             {
                 page: {
@@ -240,7 +240,7 @@ class RunWriter:
         )
 
     def hparams(self, values: Mapping[str, float | str], metrics: Sequence[str]) -> None:
-        """The settings of this run, and by which scalars runs are compared, for the HParams tab."""
+        """Writes the settings of this run and the scalars to compare, for the HParams tab."""
         from torch.utils.tensorboard.summary import hparams
 
         experiment, start, _ = hparams(dict(values), dict.fromkeys(metrics, 0.0))
@@ -248,35 +248,46 @@ class RunWriter:
             self._writer._get_file_writer().add_summary(summary)
 
     def finished(self) -> None:
-        """Marks the run as ended well in the HParams tab."""
+        """Marks the run as finished in the HParams tab."""
         from torch.utils.tensorboard.summary import hparams
 
         self._writer._get_file_writer().add_summary(hparams({}, {})[2])
 
     def text(self, tag: str, text: str, round_number: int = 0) -> None:
-        """Markdown, for example the resolved configuration."""
+        """Writes Markdown, for example the configuration."""
         self._writer.add_text(tag, text, round_number)
 
     def close(self) -> None:
-        """Write what is pending and close the file; twice does no harm."""
-        if "_writer" in self.__dict__:  # not made by the closing itself
+        """Writes what is pending and closes the file; a second call does nothing."""
+        if "_writer" in self.__dict__:  # Closing must not make one.
             self._writer.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _cut_off(folder: Path, known: Mapping[str, int]) -> None:
+def _silence_writer_thread() -> None:
+    """Keeps TensorBoard's thread from printing a traceback when it cannot write.
+
+    The next call of the writer raises the same error, which the user then sees as one line.
+    """
+    usual = threading.excepthook
+    if usual.__module__ == __name__:
+        return  # It is silenced already.
+
+    def report(error: threading.ExceptHookArgs) -> None:
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            usual(error)
+
+    threading.excepthook = report
+
+
+def _cut_off(folder: Path, lengths: Mapping[str, int]) -> None:
     for file in folder.glob("events.*"):
-        if file.name not in known:
+        if file.name not in lengths:
             file.unlink()
-        elif file.stat().st_size > known[file.name]:
-            os.truncate(file, known[file.name])
+        elif file.stat().st_size > lengths[file.name]:
+            os.truncate(file, lengths[file.name])

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pytorch_lightning.callbacks import Timer
+from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
 
@@ -16,25 +17,27 @@ if TYPE_CHECKING:
 
 
 class MaxTime(RoundCallback):
-    """Begins no further round when the time is up. The run can be resumed, and has its time again."""
+    """Starts no further round when the time is up. A resumed run has the same time again."""
 
     def __init__(self, duration: str | timedelta | dict[str, int]) -> None:
         """Sets the limit.
 
         Args:
-            duration: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments, as ``max_time`` of `pl.Trainer`.
+            duration: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments, as ``max_time`` of
+                `pl.Trainer`.
         """
         self.seconds = Timer(duration).time_remaining() or 0.0
         self._started = time.monotonic()
 
+    @override
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """Starts the clock."""
         self._started = time.monotonic()
 
+    @override
     def on_round_end(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """Looks at the clock."""
         if time.monotonic() - self._started >= self.seconds and record.number < trainer.max_rounds:
             trainer.note(
-                f"the time of {timedelta(seconds=self.seconds)} is up; fit again goes on from here"
+                f"the time of {timedelta(seconds=self.seconds)} is up; fit again to resume from "
+                f"here"
             )
             trainer.should_stop = True

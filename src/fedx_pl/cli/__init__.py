@@ -1,1 +1,1 @@
-"""The command line: `main` parses, and each command has its module."""
+"""The command line: `commands` has all commands, and each has its own module."""

@@ -1,6 +1,6 @@
 """``fedx-pl export``: writes a run's encoder for use without this package."""
 
-import argparse
+from types import SimpleNamespace
 
 from fedx_pl.callbacks import progress
 from fedx_pl.data.sources.survey import number
@@ -9,21 +9,21 @@ from fedx_pl.encoder.load import value_range_of
 from fedx_pl.errors import say
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: SimpleNamespace) -> None:
     """Writes a run's encoder for use without this package."""
-
     with progress.grouped_warnings(progress.make_console()):
         file, line = export(
             options.run,
             options.to,
             options.out,
-            round_number=options.round,
+            round_number=options.round_number,
             allow_code=options.allow_code,
         )
     say(file)
     if value_range := value_range_of(options.run):
         low, high = map(number, value_range)
         say(
-            f"it takes floats from 0 to 1; 16-bit images: (value - {low}) / ({high} - {low}), cut off at 0 and 1"
+            "it takes floats from 0 to 1; for 16-bit images these are "
+            f"(value - {low}) / ({high} - {low}), clipped to 0 and 1"
         )
     say(f"load it with: {line}")

@@ -1,17 +1,16 @@
 """``fedx-pl report``: writes the tables and figures of finished experiments."""
 
-import argparse
+from types import SimpleNamespace
 
 from fedx_pl.errors import say
-from fedx_pl.experiments.definition import definitions_folder, results_folder
+from fedx_pl.experiments.definition import definitions_folder, resolve_profile, results_folder
 from fedx_pl.experiments.report import write_report
-from fedx_pl.experiments.sweep import resolve_profile
 
 EXIT_LEFT_OUT = 1
 
 
-def run(options: argparse.Namespace) -> int:
-    """Writes the tables and figures of finished experiments; the exit code tells whether a file was left out."""
+def run(options: SimpleNamespace) -> int:
+    """Writes tables and figures; the exit code is 1 if a result file was left out."""
     left_out: list[str] = []
     definitions = definitions_folder(options.definitions)
     results = options.results or results_folder(definitions, resolve_profile("auto"))

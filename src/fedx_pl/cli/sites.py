@@ -26,28 +26,31 @@ from fedx_pl.config.schema import Config
 from fedx_pl.data import sources
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.data.partition import Elsewhere
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError, has_controls, require, short
 from fedx_pl.files import lock, write_atomically
-from fedx_pl.sites import keys, site, wire
+from fedx_pl.sites import keys, limits, site, wire
 from fedx_pl.sites.engine import FlowerEngine
 from fedx_pl.sites.link import Link, quiet_flower
 from fedx_pl.trainer import FederatedTrainer
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 2.0  # between attempts to reach a coordinator that is away
-# A site believes a refusal only after a while. A coordinator that has just started knows no keys yet, and one that has
-# not noticed that a site was killed does not let it in a second time; it notices after 20 seconds.
+MAX_PAUSE_SECONDS = 60.0  # The pause doubles with each fault in a row.
+# A site gives up only after it was refused for a while. A coordinator that has just started knows
+# no keys yet, and one that has not noticed that a site was killed refuses its second connection; it
+# notices after 20 seconds.
 PATIENCE_SECONDS = 30.0
 
 
 def make_keys(options: argparse.Namespace) -> None:
-    """Certificates and keys."""
+    """Makes or revokes certificates and keys."""
     names, revoked = (
         [word.strip() for word in words.split(",") if word.strip()]
         for words in (options.sites, options.revoke)
     )
     if not names and not revoked:
         raise UserError("whose keys? Type --sites hospital-a,hospital-b, or --revoke hospital-a")
+    require("--port", options.port, 0 < options.port < 2**16, instead="--port 8000")
     for line in keys.revoke(options.out, revoked):
         print(line)
     if not names:
@@ -58,7 +61,7 @@ def make_keys(options: argparse.Namespace) -> None:
 
 
 def server(options: argparse.Namespace) -> None:
-    """Coordinates the rounds; a signal of the cluster ends it well."""
+    """Coordinates the rounds; SIGTERM and SIGUSR1 of a cluster end it cleanly."""
     with stopped_by_signals():
         _coordinate(options)
 
@@ -81,14 +84,16 @@ def _coordinate(options: argparse.Namespace) -> None:
         and len(known.sites.keys() | known.revoked.keys()) < config.federation.clients
     ):
         raise UserError(
-            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} sites "
-            f"({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl federate keys --sites NAME"
+            f"--clients {config.federation.clients}, but {options.keys} knows {len(known.sites)} "
+            f"sites ({', '.join(known.sites)}); type --clients {len(known.sites)}, or fedx-pl "
+            "federate keys --sites NAME"
         )
 
     def make_engine(trainer: FederatedTrainer) -> FlowerEngine:
         link = Link(trainer.folder / "flower", options.host, options.port, keys=known)
         trainer.note(
-            f"listening on {options.host}:{options.port}{'' if known else ', without TLS, for this machine'}"
+            "listening on "
+            f"{options.host}:{options.port}{'' if known else ', without TLS, for this machine'}"
         )
         images = trainer.datamodule.images
         try:
@@ -106,7 +111,8 @@ def _coordinate(options: argparse.Namespace) -> None:
             link.close()
             raise
         if known is not None:
-            # A site whose key was revoked is not waited for, and what it had sent until then does not count.
+            # A site whose key was revoked is not waited for, and what it had sent until then does
+            # not count.
             met = {name: when for name, when in known.revoked.items() if engine.book.knows(name)}
             engine.expected -= len(met.keys() - known.sites.keys())
             engine.book.expect(sorted(known.sites))
@@ -128,8 +134,8 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 
 def client(options: argparse.Namespace) -> None:
-    """A site: takes part until the federation has finished, or until it is stopped."""
-    before = os.umask(0o077)  # Flower's files, too: nothing that a site writes is for others.
+    """Takes part as a site, until the federation has finished or the command is stopped."""
+    before = os.umask(0o077)  # Nothing that a site writes is for others, Flower's files included.
     try:
         _take_part(options)
     finally:
@@ -144,8 +150,8 @@ def _take_part(options: argparse.Namespace) -> None:
     ]
     if other := [word for word in options.overrides if word not in own]:
         raise UserError(
-            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and site.* keys, e.g. "
-            f"run.device=cpu"
+            f"{other[0]} is the coordinator's to set; a site has run.*, data.*, privacy.* and "
+            "site.* keys, e.g. run.device=cpu"
         )
     if not options.data.is_dir():
         raise UserError(f"--data {options.data} is not a folder; it must hold this site's images")
@@ -158,11 +164,16 @@ def _take_part(options: argparse.Namespace) -> None:
             ca=Path(),
             private=ec.generate_private_key(ec.SECP384R1()),
         )
+        if not known.name or has_controls(known.name):
+            raise UserError(
+                f"--data {options.data}: its name cannot be a site's; type --name hospital-a"
+            )
     else:
         known = keys.load_site(options.keys)
     address = options.server or known.server
     _require_address(address, options.insecure)
     state = options.state or Path(f"fedx-site-{known.name}")
+    _require_own(state)
     quiet_flower(state)
     try:
         held = lock(state)
@@ -182,29 +193,35 @@ def _take_part(options: argparse.Namespace) -> None:
         report=say,
         allow_code=options.allow_code,
     )
-    say(
-        f"site {known.name}: images in {options.data}, private state in {state}, coordinator {address}"
-    )
-    fate = "deleted at the end; data.cache=FOLDER keeps them" if here.copies else "kept"
-    say(f"decoded copies of its images: {here.own.data.cache}, {fate}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say(f"site {known.name}, coordinator {address}")
+    say(f"images: {options.data}")
+    say(f"private state: {state}")
+    say(f"decoded copies of the images: {here.own.data.cache}")
+    if here.copies:
+        say("these copies are deleted at the end; data.cache=FOLDER keeps them")
+    # A terminal that is closed sends SIGHUP: then, too, the copies are deleted. `nohup` ignores it.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Not all on Windows.
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     with held, closing(here), suppress(KeyboardInterrupt):
         ca = None if options.insecure else known.ca
         _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
         if here.refusal:
             raise UserError(
-                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start this site again"
+                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start "
+                "this site again"
             )
         return
     say("left the federation; start the same command to join again")
 
 
 def coordinator_run(config: Config, report: Callable[[str], None], **settings: Any) -> Run:
-    """A run without clients of its own, and with labeled images only if the configuration names some.
+    """The coordinator's run. It trains no clients, and needs no labeled images.
 
     Args:
-        config: of the run.
-        report: takes one line for each thing worth knowing.
+        config: the configuration of the run.
+        report: called with each line of output.
         settings: further arguments of `build`.
     """
     images = None
@@ -212,9 +229,7 @@ def coordinator_run(config: Config, report: Callable[[str], None], **settings: A
         config.data.name == "folder"
         and config.data.root == configuration.compose(["data=folder"]).data.root
     ):
-        report(
-            "no labelled images here (data.root, data.labels): sites report unsupervised measures"
-        )
+        report("no labeled images here (data.root): sites report unsupervised measures")
         side = sources.stored_side(config.data)
         nothing = np.zeros((0, side, side, 1 if config.data.grayscale else 3), dtype=np.uint8)
         images = ImageData(
@@ -263,65 +278,70 @@ def _serve(
     say: Callable[[str], None],
     stay: bool,
 ) -> None:
-    """Answers messages, and connects again whenever the coordinator was away, until the federation has ended."""
+    """Answers messages until the federation has ended; reconnects when the connection is lost."""
     from fedx_pl.sites.node import Node, Refused, Unreachable, WrongCertificate
     from fedx_pl.sites.seal import Trust
 
     last = (wire.REFUSED,) if stay else (wire.REFUSED, wire.FINISHED)
     trust = Trust(ca, private) if ca else None
-    silent, refused, connection = False, 0.0, here.state / "connection"
+    max_bytes = limits.max_message(here.own)
+    connection = here.state / "connection"
+    said_unreachable = False
+    refused_since = 0.0
+    faults = 0  # in a row
     while here.ended not in last:
         node = None
+        pause = POLL_SECONDS
         try:
-            node = Node(address, ca, private, before=_number(connection), trust=trust)
+            before = _number(connection)
+            node = Node(address, ca, private, before, trust=trust, max_bytes=max_bytes)
             write_atomically(connection, str(node.number).encode(), private=True)
             say("connected; waiting for rounds")
-            silent, refused = False, 0.0
+            said_unreachable, refused_since = False, 0.0
             while here.ended not in last:
                 incoming = node.next()
                 if incoming is None:
                     time.sleep(POLL_SECONDS)
-                elif incoming.content is None:
+                    continue
+                if incoming.content is None:
                     say(f"a message that cannot be read: {incoming.error}")
-                    node.answer(
-                        incoming, wire.Content({"site": here.name, "error": incoming.error}, {})
-                    )
-                elif (found := here.answer(incoming.kind, incoming.content)) is not None:
-                    node.answer(incoming, found)
+                    reply = wire.Content({"site": here.name, "error": incoming.error}, {})
+                    node.answer(incoming, reply)
+                elif (answer := here.answer(incoming.kind, incoming.content)) is not None:
+                    node.answer(incoming, answer)
+                faults = 0
         except Unreachable as error:
-            if not silent and here.ended not in last:
-                say(
-                    f"the coordinator at {address} cannot be reached ({error}); trying again until it can"
-                )
-            silent = True
+            if not said_unreachable and here.ended not in last:
+                say(f"{address} cannot be reached, trying again ({error})")
+            said_unreachable, pause = True, AGAIN_SECONDS
         except Refused as error:
             if isinstance(error, WrongCertificate):
                 raise UserError(
                     f"{address} is not the coordinator of this site's keys: {error}"
                 ) from error
-            refused = refused or time.monotonic()
-            if time.monotonic() > refused + PATIENCE_SECONDS:
+            refused_since = refused_since or time.monotonic()
+            if time.monotonic() > refused_since + PATIENCE_SECONDS:
                 raise UserError(
-                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask there for this site's "
-                    f"key in KEYS/server/sites, and see that this machine's clock is right"
+                    f"the coordinator at {address} refuses this site ({wire.plain(error)}); ask "
+                    "there for this site's key in KEYS/server/sites, and see that this machine's "
+                    "clock is right"
                 ) from error
         except (KeyboardInterrupt, SystemExit, UserError):
             if node is not None:
                 node.close(leave=True)
             raise
-        except (
-            BaseException
-        ) as error:  # Whatever Flower, or native code below it, does with bytes that came.
+        except BaseException as error:  # Flower, or native code below it, may raise anything.
             here.report_fault("failed; connecting again", error)
-            silent = True
+            pause = min(AGAIN_SECONDS * 2**faults, MAX_PAUSE_SECONDS)
+            faults += 1
         if node is not None:
             node.close(leave=here.ended in last)
         if here.ended not in last:
-            time.sleep(AGAIN_SECONDS if silent else POLL_SECONDS)
+            time.sleep(pause)
 
 
 def _number(file: Path) -> int | None:
-    """Of this site's last connection, in this process or in one that was killed."""
+    """The number of this site's last connection, which may be that of a process that was killed."""
     try:
         number = int(file.read_text())
     except (OSError, ValueError):
@@ -330,13 +350,26 @@ def _number(file: Path) -> int | None:
 
 
 def _require_address(address: str, insecure: bool) -> None:
-    host, colon, port = address.rpartition(":")
-    known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) is not None
-    if not (colon and known and port.isdecimal() and 0 < int(port) < 2**16):
+    host, _, port = address.rpartition(":")
+    known = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+", host) and not has_controls(host)
+    if not (known and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         raise UserError(
-            f"--server {address!r}: type HOST:PORT, e.g. --server coordinator.example.org:8000"
+            f"--server {short(repr(address))}: type HOST:PORT, e.g. --server "
+            "coordinator.example.org:8000"
         )
     if insecure and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(
             f"--insecure --server {address}: without TLS only within one machine; use --keys"
+        )
+
+
+def _require_own(state: Path) -> None:
+    """Refuses a state folder in which another user could put links to files of this user."""
+    if os.name != "posix" or not state.exists():
+        return
+    about = state.stat()
+    if about.st_mode & 0o002 or os.geteuid() not in (0, about.st_uid):
+        raise UserError(
+            f"--state {state} can be changed by other users; type chmod 700 {state}, or --state "
+            "ANOTHER"
         )

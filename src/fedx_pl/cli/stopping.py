@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1, by which clusters announce the end of a job: the run stops at once and ends well.
+"""SIGTERM and SIGUSR1, which clusters send before they end a job, stop a run with exit code 0.
 
-Nothing needs to be saved then: every finished client is on the disk already, and the one that is training would begin
-anew in any case.
+Nothing needs to be saved then: every finished client is on the disk already, and the client that is
+training would start again in any case.
 """
 
 import signal
@@ -9,27 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = [
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
-]  # Not all on Windows.
+# Windows does not have all of them.
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 class Stopped(BaseException):
-    """Asked to stop; the text is the signal's name. Like `KeyboardInterrupt`, not an `Exception`."""
+    """A signal asked to stop; the message is its name. Like `KeyboardInterrupt`, no `Exception`."""
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within it, the first of `SIGNALS` raises `Stopped` and further ones are ignored."""
+    """In this context the first of `SIGNALS` raises `Stopped`; further ones are ignored."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for one in SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
         raise Stopped(signal.Signals(number).name)
 
-    before = {one: signal.signal(one, stop) for one in SIGNALS}
+    before = {each: signal.signal(each, stop) for each in SIGNALS}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)

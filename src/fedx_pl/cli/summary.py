@@ -1,4 +1,4 @@
-"""What is printed when a command is done."""
+"""What is printed when a command has finished."""
 
 import shlex
 import shutil
@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fedx_pl.callbacks.progress import duration
 from fedx_pl.federation.identity import flat
+from fedx_pl.printing import duration, measured
 from fedx_pl.trainer import FederatedTrainer
 
-FILES = {  # of a run folder, for people
+FILES = {  # those of a run folder that people look at
     "metrics.csv": "losses, accuracies and times, a row per round",
     "accuracy.png": "accuracy by round",
     "encoder.safetensors": "the trained encoder's weights",
@@ -24,18 +24,18 @@ FILES = {  # of a run folder, for people
 
 
 def evaluations(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The numbers of `fedx-pl evaluate`, one per row."""
+    """A table of the numbers of `fedx-pl evaluate`."""
     table = Table("", "", title="evaluation", title_justify="left", show_header=False)
     for kind, numbers in found.items():
         for key, value in flat(numbers).items():
             if isinstance(value, int | float):
                 key = key if key.startswith(f"{kind}_") else f"{kind}.{key}"
-                table.add_row(key, f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+                table.add_row(key, measured(value))
     return table
 
 
 def summary(trainer: FederatedTrainer, console: Console) -> None:
-    """Accuracies by round, where everything is, and the next command."""
+    """Prints the accuracies by round, where the files are and what to type next."""
     if any("knn_top1" in row for row in trainer.history):
         table = Table(title="accuracy on the test images (%)", title_justify="left")
         for column in ("round", "kNN", "linear", "linear top-5"):
@@ -52,12 +52,12 @@ def summary(trainer: FederatedTrainer, console: Console) -> None:
         for key, name in (("linear_top1", "linear"), ("knn_top1", "kNN")):
             values = [row[key] for row in trainer.history if key in row]
             before = trainer.untrained.get(key)
-            against = "" if before is None else f", untrained {before:.2f}"
-            best = f"best on the test images {max(values):.2f}"
-            console.print(f"{name}: last {values[-1]:.2f}, {best}{against}")
+            against = "" if before is None else f", untrained {measured(before)}"
+            best = f"best on the test images {measured(max(values))}"
+            console.print(f"{name}: last {measured(values[-1])}, {best}{against}")
     else:
         console.print(
-            "no labels: nothing to measure accuracy on; losses are in metrics.csv and TensorBoard"
+            "no labels, so no accuracy was measured; losses are in metrics.csv and TensorBoard"
         )
     for alarm in trainer.alarms[-5:]:
         console.print(f"alarm: {alarm}", style="yellow", soft_wrap=True)
@@ -71,26 +71,24 @@ def summary(trainer: FederatedTrainer, console: Console) -> None:
         if (trainer.folder / name).exists():
             console.print(f"  {name:<20} {what}", soft_wrap=True)
     console.print("next:")
-    for words in _next(trainer):
-        console.print(f"  {words}", soft_wrap=True)
+    for command in _next_commands(trainer):
+        console.print(f"  {command}", soft_wrap=True)
 
 
-def _next(trainer: FederatedTrainer) -> list[str]:
-    """Commands that are worth typing now."""
+def _next_commands(trainer: FederatedTrainer) -> list[str]:
     folder = shlex.quote(str(trainer.folder))
-    labelled = any("knn_top1" in row for row in trainer.history)
-    use = (
-        f"evaluate {folder} semi geometry" if labelled else f"neighbours {folder} QUERY.jpg IMAGES"
-    )
+    runs = shlex.quote(str(trainer.folder.parent))
+    labeled = any("knn_top1" in row for row in trainer.history)
+    use = f"evaluate {folder} semi geometry" if labeled else f"neighbors {folder} QUERY.jpg IMAGES"
     return [
-        f"{_command('tensorboard')} --logdir {shlex.quote(str(trainer.folder.parent))} --samples_per_plugin images=100",
+        f"{_command('tensorboard')} --logdir {runs} --samples_per_plugin images=100",
         f"{_command('fedx-pl')} {use}",
         f"{_command('fedx-pl')} export {folder} --to torch",
     ]
 
 
 def _command(name: str) -> str:
-    """The environment's own if it is not on the path, as after `make` without activating .venv."""
+    """A program by name, or by path if its environment is not active, as after `make`."""
     beside = Path(sys.executable).with_name(name)
     if shutil.which(name) or not beside.exists():
         return name
@@ -98,11 +96,11 @@ def _command(name: str) -> str:
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], most: int = 20) -> list[Mapping[str, Any]]:
-    """Rows with an accuracy; of a long run every few, with the last."""
+    """Rows with an accuracy; at most about ``most``, the last among them."""
     measured = [row for row in rows if "knn_top1" in row or "linear_top1" in row]
     every = max(1, -(-len(measured) // most))
     return [row for i, row in enumerate(measured) if (len(measured) - 1 - i) % every == 0]
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return measured(value)

@@ -1,49 +1,49 @@
 """``fedx-pl sweep``: runs the experiments behind tables and figures."""
 
-import argparse
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich.console import Console
 
 from fedx_pl.callbacks import progress
 from fedx_pl.cli.confirm import confirm
 from fedx_pl.config.build import build, lacks_gpu
+from fedx_pl.config.renamed import refuse_renamed
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import (
     definitions_folder,
     load_experiment,
     parse_only,
+    parse_places,
     parse_seeds,
+    resolve_profile,
     results_folder,
 )
-from fedx_pl.experiments.sweep import Job, Sweep, places, plan_jobs, resolve_profile
+from fedx_pl.experiments.jobs import Job, plan_jobs
+from fedx_pl.experiments.sweep import Sweep
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs what is left of some experiments."""
+def run(options: SimpleNamespace) -> int:
+    """Runs what is not finished of some experiments."""
     definitions = definitions_folder(options.definitions)
     names = [word for word in options.overrides if "=" not in word]
     if not names:
         known = ", ".join(sorted(file.stem for file in definitions.glob("*.yaml")))
         raise UserError(f"which experiment? Type fedx-pl sweep NAME, one or more of {known}")
-    words = [word for word in options.overrides if "=" in word]
-    profile = next(
-        (word.partition("=")[2] for word in words if word.startswith("profile=")), "auto"
-    )
-    profile = resolve_profile(profile)
-    more = places([word for word in words if not word.startswith("profile=")], options.jobs)
-    experiments = [
-        load_experiment(Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml")
-        for name in names
-    ]
+    overrides = [word for word in options.overrides if "=" in word]
+    profiles = [word.partition("=")[2] for word in overrides if word.startswith("profile=")]
+    profile = resolve_profile(profiles[0] if profiles else "auto")
+    where = [word for word in overrides if not word.startswith("profile=")]
+    more = parse_places(where, options.jobs)
+    experiments = [load_experiment(_definition(name, definitions)) for name in names]
     seeds = parse_seeds(options.seeds)
     jobs = plan_jobs(
         experiments, profile, seeds, more=more, only=parse_only(options.only, experiments)
     )
     if not jobs:
-        files = ", ".join(f"{one.name}.yaml" for one in experiments)
+        files = ", ".join(f"{experiment.name}.yaml" for experiment in experiments)
         raise UserError(
             f"profile {profile} has no such run; see profiles: in {files}, or type another --only"
         )
@@ -51,14 +51,13 @@ def run(options: argparse.Namespace) -> int:
     console = progress.make_console()
     sweep = Sweep(jobs, results, options.jobs, console=console)
     seconds = sweep.expected_seconds()
+    expected = ""
+    if seconds:
+        expected = f": about {progress.duration(seconds)}, judging by the rounds of earlier runs"
     console.print(
-        f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, {len(sweep.done)} finished "
-        f"already, {sweep.rounds_left():,} rounds to go, {options.jobs} at once"
-        + (
-            f": about {progress.duration(seconds)}, by the rounds of earlier runs"
-            if seconds
-            else ""
-        ),
+        f"{', '.join(names)}, profile {profile}, seeds {options.seeds}: {len(jobs)} runs, "
+        f"{len(sweep.done)} finished already, {sweep.rounds_left():,} rounds to go, "
+        f"{options.jobs} at once{expected}",
         soft_wrap=True,
     )
     if options.dry_run:
@@ -77,12 +76,21 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _definition(name: str, definitions: Path) -> Path:
+    file = Path(name) if name.endswith(".yaml") else definitions / f"{name}.yaml"
+    if not file.exists():
+        refuse_renamed(f"fedx-pl sweep {name}")
+    return file
+
+
 def _confirm(sweep: Sweep, seconds: float | None, console: Console) -> None:
-    """Asks before the paper's setting is run without a GPU: its runs are told not to ask, and may take months.
+    """Asks before the paper's setting is run without a GPU, which may take months.
+
+    The runs themselves do not ask: they are started with ``--yes``.
 
     Args:
-        sweep: what is to be run.
-        seconds: as earlier runs have it; None if there were none.
+        sweep: the runs.
+        seconds: the time they take judging by earlier runs; None if there were none.
         console: where to write.
 
     Raises:
@@ -93,7 +101,7 @@ def _confirm(sweep: Sweep, seconds: float | None, console: Console) -> None:
     console.print("profile paper: made for a GPU, and there is none here.", soft_wrap=True)
     if seconds is None and (seconds := _measured_seconds(sweep, console)) is not None:
         console.print(
-            f"All runs take about {progress.duration(seconds)}, by a few steps of one.",
+            f"All runs take about {progress.duration(seconds)}, judging by a few steps of one.",
             soft_wrap=True,
         )
     confirm(seconds, "profile=mini for small runs")
@@ -106,15 +114,13 @@ def _on_cpu(job: Job) -> bool:
 
 
 def _measured_seconds(sweep: Sweep, console: Console) -> float | None:
-    """Expects all rounds that are left to take as long as those of the first run; None if that does not start."""
+    """The time of all rounds that are left, by those of the first run; None if it fails."""
     config = sweep.waiting[0].config
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # They will be in the run's log.
             run = build(config, lambda line: console.print(line, soft_wrap=True))
             per_round = run.trainer.estimate_seconds() / config.federation.rounds
-    except (
-        Exception
-    ):  # Methods of the user's fail in any way they like. The run will say why, and others go on.
+    except Exception:  # A user's method may fail in any way; its run will say why.
         return None
     return per_round * sweep.rounds_left() / sweep.workers

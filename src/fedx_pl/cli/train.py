@@ -1,7 +1,7 @@
 """``fedx-pl train``: runs a federation, or resumes it."""
 
-import argparse
 import warnings
+from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -10,7 +10,6 @@ from fedx_pl.cli.confirm import confirm
 from fedx_pl.cli.stopping import stopped_by_signals
 from fedx_pl.cli.summary import summary
 from fedx_pl.config.build import Run, build, lacks_gpu
-from fedx_pl.config.compose import compose
 from fedx_pl.config.describe import (
     Expectation,
     announcement,
@@ -22,19 +21,15 @@ from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.estimate import steps_between
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs a federation, or goes on with it."""
+def run(options: SimpleNamespace) -> None:
+    """Runs a federation, or resumes it."""
     console = progress.make_console()
     with stopped_by_signals(), progress.grouped_warnings(console):
         _train(options, console)
 
 
-def _train(options: argparse.Namespace, console: Console) -> None:
-    config = compose([*options.overrides, *([f"fork={options.fork}"] if options.fork else [])])
-    if config.engine.name == "ray":
-        from fedx_pl.engines.ray import import_ray
-
-        import_ray(local=not config.engine.address)  # If it is not installed, better know it now.
+def _train(options: SimpleNamespace, console: Console) -> None:
+    config = options.config
     console.print(announcement(config), soft_wrap=True)
 
     def say(line: str) -> None:
@@ -48,7 +43,7 @@ def _train(options: argparse.Namespace, console: Console) -> None:
         steps = steps_between(run.trainer, 1, config.federation.rounds)
         say(f"{steps:,} steps in all; the run folder would be {config.run_folder}")
         return
-    # Before the run folder is made: whoever says no should find nothing left behind.
+    # Before the run folder is made, so that nothing is left behind if the answer is no.
     seconds = None if options.yes else _confirmed_seconds(run, console)
     if seconds is None:
         run.trainer.callbacks.append(Expectation(run, say))
@@ -56,20 +51,20 @@ def _train(options: argparse.Namespace, console: Console) -> None:
 
 
 def _confirmed_seconds(run: Run, console: Console) -> float | None:
-    """Says how long the paper's setting takes without a GPU, and asks if it is long.
+    """Says how long the paper's setting takes without a GPU, and asks if that is long.
 
     Returns:
-        The expected seconds, once they have been printed; None if this run needs no question.
+        The expected seconds, which were printed; None if this run needs no question.
 
     Raises:
         UserError: the answer is no, or nobody can be asked.
     """
     if not lacks_gpu(run.config):
         return None
-    with warnings.catch_warnings():  # The trainer will tell of a damaged checkpoint.
+    with warnings.catch_warnings():  # The trainer will warn of a damaged checkpoint.
         warnings.simplefilter("ignore")
-        found = Checkpoints(run.config.run_folder).latest(mend=False)
-    first = (found[0].round if found else 0) + 1
+        latest = Checkpoints(run.config.run_folder).latest(mend=False)
+    first = (latest[0].round if latest else 0) + 1
     if first > run.config.federation.rounds:
         return None
     seconds = run.trainer.estimate_seconds(first)

@@ -1,57 +1,30 @@
-"""What no value of a configuration may be, whatever its key: one check for all keys, after those of each group.
+"""What no value of a configuration may be, whatever its key.
 
 Objects made in Python are not checked here: whoever writes a program may know better.
 """
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from fedx_pl.errors import UserError, has_controls, readable, wrong_type
+from fedx_pl.options import Bounds
 
-MAX_NAME = (
-    150  # bytes: with seed, hash and suffix it is the name of a file, for which systems have 255
-)
+MAX_NAME = 150  # bytes: with seed, hash and suffix it names a file, for which systems have 255
+_LOWEST, _HIGHEST = 0, 10**9  # of a number whose bounds do not say otherwise
 _LONG = 2**63 - 1
-
-
-class Range(NamedTuple):
-    """From the lowest to the highest value of a key."""
-
-    low: float = 0
-    high: float = 10**9
-
-
-# Those of other keys are the defaults of `Range`; many groups have narrower ones, which they check by themselves.
-_RANGES = {
-    "seed": Range(-_LONG, _LONG),
-    "data.image_size": Range(high=2**16),
-    "data.test_fraction": Range(high=1),
-    "data.value_range": Range(low=-(10**9)),
-    "data.mean": Range(low=-(10**9)),
-    "data.workers": Range(high=1024),
-    "augment.pad": Range(high=2**16),
-    "augment.size": Range(high=2**16),
-    "backbone.width": Range(high=2**16),
-    "aggregate.max_growth": Range(high=math.inf),  # never
-    "health.max_growth": Range(high=math.inf),
-    "health.max_uniformity": Range(low=-(10**9)),
-    "engine.workers": Range(high=1024),
-    "engine.gpus_per_worker": Range(low=-1, high=1024),
-    "run.threads": Range(high=1024),
-}
-_OF_OTHERS = Range(-_LONG, _LONG)  # keys of a part that is not ours, which knows what they mean
+_FOREIGN = Bounds(at_least=-_LONG, at_most=_LONG)  # of a part that is not ours
 
 
 def require_sensible(
-    values: Mapping[str, Any], usual: Mapping[str, Any], ours: Collection[str]
+    values: Mapping[str, Any], usual: Mapping[str, Any], bounds: Mapping[str, Bounds]
 ) -> None:
     """Raises a `UserError` that names the key, its value and what to type.
 
     Args:
         values: of a configuration, by dotted key.
-        usual: the defaults; what is as usual is not looked at.
-        ours: the keys whose meaning is known here.
+        usual: the defaults; a value that is the default is not looked at.
+        bounds: of the keys whose meaning is known here.
     """
     for key, value in values.items():
         if usual.get(key, ...) == value:
@@ -65,11 +38,11 @@ def require_sensible(
                 )
             if isinstance(item, str) and item.encode(errors="replace").decode() != item:
                 raise UserError(
-                    f"{key}={readable(item)} is not UTF-8, which TensorBoard cannot keep; rename it first"
+                    f"{key}={readable(item)} is not UTF-8, which TensorBoard cannot keep; "
+                    f"rename it first"
                 )
             if isinstance(item, int | float) and not isinstance(item, bool):
-                allowed = _RANGES.get(key, Range()) if key in ours else _OF_OTHERS
-                _require_within(key, item, allowed, usual.get(key))
+                _require_within(key, item, bounds.get(key, _FOREIGN), usual.get(key))
     require_name(values["name"])
 
 
@@ -83,17 +56,16 @@ def require_name(name: str) -> None:
         )
 
 
-def _require_within(key: str, value: float, allowed: Range, usual: object) -> None:
-    if allowed.low <= value <= allowed.high:  # NaN is not.
+def _require_within(key: str, value: float, bounds: Bounds, usual: object) -> None:
+    low = next((end for end in (bounds.at_least, bounds.above) if end is not None), _LOWEST)
+    high = next((end for end in (bounds.at_most, bounds.below) if end is not None), _HIGHEST)
+    if low <= value <= high or value in bounds.also:  # NaN is not.
         return
     number = isinstance(usual, int | float) and not math.isnan(usual)
     example = f", e.g. {key}={usual}" if number else ""
-    text = (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else f"{value}"
-        if abs(value) < 10**30
-        else "a huge number"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if abs(value) >= 10**30 and isinstance(value, int):
+        text = "a huge number"
+    raise UserError(
+        f"{key}={text} is out of range; type a number from {low:.0f} to {high:.0f}{example}"
     )
-    low, high = (end if math.isinf(end) else int(end) for end in allowed)
-    raise UserError(f"{key}={text} is out of range; type a number from {low} to {high}{example}")

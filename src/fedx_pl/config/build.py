@@ -31,7 +31,7 @@ from fedx_pl.config.registry import (
     make,
     making,
 )  # fmt: skip
-from fedx_pl.config.schema import TENSORBOARD, Config
+from fedx_pl.config.schema import TENSORBOARD, Config, in_keys
 from fedx_pl.data import sources
 from fedx_pl.data.images import ARRAYS, DataOptions, ImageData
 from fedx_pl.data.module import FederatedDataModule
@@ -61,6 +61,7 @@ class Run:
     model: SSLMethod
     data: FederatedDataModule
 
+    @in_keys()
     def fit(self) -> FederatedTrainer:
         """Trains, and returns the trainer, which knows what came of it."""
         self.trainer.fit(self.model, self.data)
@@ -72,6 +73,7 @@ class Run:
         return self.model
 
 
+@in_keys()
 def build(
     config: Config,
     report: Report = say,
@@ -107,6 +109,7 @@ def build(
     return Run(config=config, trainer=trainer, model=model, data=data)
 
 
+@in_keys()
 def require_possible(config: Config) -> None:
     """Raises a `UserError` for what would fail later; it comes first, since fetching images takes minutes."""
     privacy.require_possible(config.privacy, config.regularizer.made())
@@ -142,6 +145,7 @@ def brought(config: Config) -> list[Any]:
     return [find(kind, word) for kind, word in words if is_foreign(kind, word)]
 
 
+@in_keys()
 def make_data(
     config: Config,
     report: Report = say,
@@ -164,6 +168,7 @@ def make_data(
     )
 
 
+@in_keys()
 def load_images(config: Config, report: Report = print) -> ImageData:
     """The images of a configuration, dealt to nobody."""
     return sources.load(config.data, seed=config.seed, report=report, source=_loader(config))
@@ -174,6 +179,7 @@ def _loader(config: Config) -> sources.Source | None:
     return find(DATA, config.data.name) if is_foreign(DATA, config.data.name) else None
 
 
+@in_keys("method")
 def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     """The method of a configuration with freshly initialized weights, the same for the same seed."""
     method: type[SSLMethod] = find(METHOD, config.method.name)
@@ -226,6 +232,7 @@ def make_loggers(config: Config) -> list[Logger | bool]:
     return [*([True] if TENSORBOARD in words else []), *others]
 
 
+@in_keys()
 def make_trainer(
     config: Config,
     *,

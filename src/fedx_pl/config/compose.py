@@ -24,7 +24,8 @@ from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
-from fedx_pl.config.registry import DATA, METHOD, WORDS, find
+from fedx_pl.config.registry import DATA, EVALUATION, METHOD, MIXIN, WORDS, find
+from fedx_pl.config.renamed import refuse_renamed
 from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
 from fedx_pl.data.images import ARRAYS, RESIZED
 from fedx_pl.data.sources import SOURCES
@@ -85,6 +86,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             raise UserError(
                 f"{override!r} is not an override; type key=value, e.g. federation.rounds=20"
             )
+        refuse_renamed(key, override)
         key = _LONG.get(key, key)
         if len(key) > MAX_KEY or key.count(".") > MAX_GROUPS:
             raise UserError(f"there is no key {short(key)}; `fedx-pl train --help` lists all")
@@ -154,16 +156,22 @@ def _experiment(name: str) -> tuple[str, str, str]:
 
 
 def code_words(tree: Mapping[str, Any]) -> set[str]:
-    """The words of nested keys and values that name code outside this package: ``method=package.module:Class``."""
+    """The words of nested keys and values that name code outside this package: ``method=package.module:Class``.
+
+    A class of this package is known to be what its key asks for. A function of this package is not: called as a
+    backbone, it might start a run or end the process.
+    """
     parts = Parts.of(tree)
     evaluation = tree.get("evaluation")
     also = evaluation.get("also") if isinstance(evaluation, Mapping) else None
     listed = map(str, also) if isinstance(also, list) else ()
-    words = [("method", parts.method), *(("mixins", word) for word in parts.mixins)]
-    words += [(f"{group}.{key}", word) for group, key, word in parts.others]
-    words += [("evaluation.also", word) for word in listed]
+    words = [("method", METHOD, parts.method), *(("mixins", MIXIN, word) for word in parts.mixins)]
+    words += [(f"{group}.{key}", WORDS[group, key], word) for group, key, word in parts.others]
+    words += [("evaluation.also", EVALUATION, word) for word in listed]
     return {
-        f"{key}={word}" for key, word in words if ":" in word and not word.startswith("fedx_pl.")
+        f"{key}={word}"
+        for key, kind, word in words
+        if ":" in word and not (kind.base is not None and word.startswith("fedx_pl."))
     }
 
 

@@ -6,7 +6,6 @@ import torch
 from rich.table import Table
 
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.progress import duration
 from fedx_pl.config.build import Run
 from fedx_pl.config.schema import Config
 from fedx_pl.federation.device import resolve_precision
@@ -15,6 +14,7 @@ from fedx_pl.federation.identity import own_backbone
 from fedx_pl.files import size_of
 from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.printing import byte_size, duration
 from fedx_pl.trainer import FederatedTrainer
 
 
@@ -51,9 +51,9 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
             "mean": "a site that lies may ruin the model",
             "clip": "updates are clipped to the usual length",
         }
+        lines.append(f"aggregate={rule}{f': {known[rule]}' if rule in known else ''}")
         lines.append(
-            f"aggregate={rule}{f' ({known[rule]})' if rule in known else ''}, aggregate.max_share={share:g} (no site "
-            f"counts for more than {share:.0%} of a round's images)"
+            f"aggregate.max_share={share:g}: no site counts for more than {share:.0%} of a round's images"
         )
     return "\n".join(lines)
 
@@ -137,5 +137,5 @@ def parameters_text(model: SSLMethod) -> str:
     private = size_of(model.private_state())
     return (
         f"{type(model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
-        f"{shared / 1e6:.1f} MB shared and {private / 1e6:.1f} MB private per client"
+        f"{byte_size(shared)} shared and {byte_size(private)} private per client"
     )

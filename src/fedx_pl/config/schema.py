@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -18,252 +18,47 @@ from omegaconf.errors import OmegaConfBaseException
 from fedx_pl.backbones import BackboneOptions
 from fedx_pl.callbacks.health import HealthOptions
 from fedx_pl.config.bounds import require_sensible
-from fedx_pl.config.registry import (
-    METHOD,
-    MIXIN,
-    PARTITION,
-    REGULARIZER,
-    WORDS,
-    find,
-    is_foreign,
-    make,
-    own_settings,
+from fedx_pl.config.groups import (
+    EvaluationKeys,
+    FederationOptions,
+    MethodOptions,
+    PartitionOptions,
+    RegularizerOptions,
+    RunOptions,
+    SiteOptions,
 )
+from fedx_pl.config.registry import METHOD, MIXIN, WORDS, find, is_foreign, own_settings
 from fedx_pl.data.augment import AugmentOptions
-from fedx_pl.data.dealing import check_beta
 from fedx_pl.data.images import RESIZED, DataOptions
-from fedx_pl.data.partition import FromFile, Partition
+from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.engines import EngineOptions
-from fedx_pl.errors import UserError, require
-from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.errors import UserError, first_line
 from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.identity import decisive, flat
 from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.federation.regularizers import REGULARIZERS
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import OptimOptions
 from fedx_pl.methods.parameters import hyper_parameters
 from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions, wrap
+from fedx_pl.options import Bounds, OptionError, Options, option
 
+LARGEST_SEED = 2**63 - 1
 TENSORBOARD = "tensorboard"  # the logger that is our dashboard
 
 
 @dataclass(frozen=True, kw_only=True)
-class FederationOptions:
-    """Who trains, and how often."""
-
-    clients: int = field(default=10, metadata={"help": "N, how many clients own the images"})
-    rounds: int = field(default=100, metadata={"help": "R, communication rounds"})
-    epochs: int = field(default=10, metadata={"help": "E, local epochs per round"})
-    fraction: float = field(
-        default=1.0, metadata={"help": "share of the clients that train in a round"}
-    )
-    min_clients: int = field(default=1, metadata={"help": "good updates a round needs"})
-    batchnorm: str = field(
-        default="average",
-        metadata={"help": "average: statistics too | local: each client keeps its own"},
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("clients", "rounds", "epochs", "min_clients"):
-            require(
-                f"federation.{name}",
-                value := getattr(self, name),
-                value >= 1,
-                instead=f"federation.{name}=1 or more",
-            )
-        require(
-            "federation.fraction",
-            self.fraction,
-            0 < self.fraction <= 1,
-            instead="a share in (0, 1], e.g. 0.5",
-        )
-        possible = self.min_clients <= self.clients
-        require(
-            "federation.min_clients",
-            self.min_clients,
-            possible,
-            instead=f"at most federation.clients={self.clients}",
-        )
-        known = self.batchnorm in ("average", "local")
-        require(
-            "federation.batchnorm",
-            self.batchnorm,
-            known,
-            instead="federation.batchnorm=average or local",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Where and how a run happens; nothing here changes what is computed (`compile`: but for rounding)."""
-
-    root: str = field(default="runs", metadata={"help": "folder of all runs"})
-    dir: str = field(
-        default="", metadata={"help": "this run's folder; empty: ROOT/NAME-sSEED-HASH"}
-    )
-    resume: str = field(
-        default="auto",
-        metadata={"help": "auto: go on where this run stopped | never: the folder must be new"},
-    )
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | cuda:1 ..."})
-    threads: int = field(default=0, metadata={"help": "CPU threads; 0 = torch's choice"})
-    compile: bool = field(
-        default=False,
-        metadata={
-            "help": "torch.compile the networks: for long runs on a GPU; needs a C++ compiler"
-        },
-    )
-    keep: int = field(default=2, metadata={"help": "checkpoints kept"})
-    resident_gb: float = field(
-        default=4.0, metadata={"help": "images up to this size stay on the training device"}
-    )
-    client_curves: int = field(
-        default=10, metadata={"help": "clients with curves of their own in TensorBoard"}
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            "run.resume",
-            self.resume,
-            self.resume in ("auto", "never"),
-            instead="run.resume=auto or never",
-        )
-        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
-        require("run.device", self.device, known, instead="run.device=auto, cpu, cuda or cuda:1")
-        require(
-            "run.threads",
-            self.threads,
-            self.threads >= 0,
-            instead="run.threads=0 for torch's choice",
-        )
-        require("run.keep", self.keep, self.keep >= 1, instead="run.keep=1 or more")
-        require(
-            "run.resident_gb",
-            self.resident_gb,
-            self.resident_gb >= 0,
-            instead="run.resident_gb=0 or more",
-        )
-        require(
-            "run.client_curves",
-            self.client_curves,
-            self.client_curves >= 0,
-            instead="run.client_curves=0 or more",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteOptions:
-    """What a coordinator may ask of a site; keys of `fedx-pl federate client`."""
-
-    max_side: int = field(
-        default=4096, metadata={"help": "federate client: pixels on a side of an image"}
-    )
-    max_cache_gb: float = field(
-        default=1000.0, metadata={"help": "federate client: size of decoded images"}
-    )
-    max_memory_gb: float = field(
-        default=0.0,
-        metadata={"help": "federate client: of training, by an estimate; 0: what the device has"},
-    )
-    max_epochs: int = field(default=1000, metadata={"help": "federate client: epochs in a round"})
-    max_seconds: float = field(
-        default=604800.0, metadata={"help": "federate client: of training in a round"}
-    )
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value, key = getattr(self, item.name), f"site.{item.name}"
-            require(key, value, value >= 0, instead=f"{key}={item.default}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionOptions:
-    """How images are dealt to clients."""
-
-    kind: str = field(
-        default="dirichlet",
-        metadata={
-            "help": "iid; dirichlet: skewed class mix; classes: a few classes each; quantity: skewed sizes, same mix; "
-            "folders: one sub-folder of data.root per client"
-        },
-    )
-    beta: float = field(
-        default=0.5,
-        metadata={"help": "kind=dirichlet, quantity: concentration; smaller is more skewed"},
-    )
-    classes: int = field(
-        default=2, metadata={"help": "kind=classes: how many classes each client holds"}
-    )
-    min_size: int = field(
-        default=10, metadata={"help": "kind=dirichlet, quantity: fewest images of a client"}
-    )
-    file: str = field(
-        default="", metadata={"help": "use this split.json of an earlier run instead"}
-    )
-
-    def __post_init__(self) -> None:
-        check_beta(self.beta)
-
-    def made(self, clients: int) -> Partition:
-        """The partition that these options describe."""
-        if self.file:
-            return FromFile(clients=clients, file=self.file)
-        partition: Partition = make(PARTITION, self.kind, self, clients=clients)
-        return partition
-
-
-@dataclass(frozen=True)
-class EvaluationKeys(EvaluationOptions):
-    """How often and how the encoder is measured."""
-
-    also: list[str] = field(
-        default_factory=list,
-        metadata={"help": "evaluations of your own, when kNN is due: [package.module:Class]"},
-    )
-
-
-@dataclass(frozen=True)
-class RegularizerOptions:
-    """Which one; plain FedAvg has none."""
-
-    name: str = field(
-        default="none", metadata={"help": "none | fedprox | scaffold (short: regularizer=fedprox)"}
-    )
-    mu: float = field(
-        default=0.01, metadata={"help": "fedprox: weight of the pull towards the global weights"}
-    )
-
-    def __post_init__(self) -> None:
-        require("regularizer.mu", self.mu, self.mu >= 0, instead="regularizer.mu=0.01")
-
-    def made(self) -> Regularizer:
-        """The regularizer that these options describe."""
-        regularizer: Regularizer = make(REGULARIZER, self.name, self)
-        return regularizer
-
-
-@dataclass(frozen=True)
-class MethodOptions:
-    """Which method; `compose` adds the method's own hyper-parameters as further fields."""
-
-    name: str = field(default="simclr", metadata={"help": "short: method=NAME"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Options):
     """A whole run."""
 
-    name: str = field(
-        default="", metadata={"help": "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE"}
+    name: str = option("", "of the experiment; empty: DATA-METHOD[-fedx]-PROFILE")
+    seed: int = option(
+        0, "all randomness derives from it", at_least=-LARGEST_SEED, at_most=LARGEST_SEED
     )
-    seed: int = field(default=0, metadata={"help": "all randomness derives from it"})
-    fork: str = field(
-        default="", metadata={"help": "a run folder: start from its weights (short: --fork RUN)"}
-    )
-    profile: str = field(default="paper", metadata={"help": "the choice made for this group"})
-    recipe: str = field(default="paper", metadata={"help": "the choice made for this group"})
+    fork: str = option("", "a run folder: start from its weights (short: --fork RUN)")
+    profile: str = option("paper", "the choice made for this group")
+    recipe: str = option("paper", "the choice made for this group")
     data: DataOptions = field(default_factory=DataOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
@@ -282,20 +77,16 @@ class Config:
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=RunOptions)
     site: SiteOptions = field(default_factory=SiteOptions)
-    callbacks: list[str] = field(
-        default_factory=list,
-        metadata={"help": "round callbacks: [early_stopping], or your own [package.module:Class]"},
+    callbacks: list[str] = option(
+        [], "round callbacks: [early_stopping], or your own [package.module:Class]"
     )
-    logger: list[str] = field(
-        default_factory=lambda: [TENSORBOARD],
-        metadata={"help": "[tensorboard,csv], or your own Lightning loggers"},
-    )
-    mixins: list[str] = field(
-        default_factory=list,
-        metadata={"help": "mixins of your own, the innermost first: [package.module:Class]"},
+    logger: list[str] = option([TENSORBOARD], "[tensorboard,csv], or your own Lightning loggers")
+    mixins: list[str] = option(
+        [], "mixins of your own, the innermost first: [package.module:Class]"
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for (group, key), kind in WORDS.items():
             find(kind, getattr(getattr(self, group), key))
         for word in self.mixins:
@@ -378,14 +169,73 @@ class Config:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
-def all_keys(config_class: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """All keys of the schema as (dotted name, default, help), for ``--help``; a method's own are not among them."""
-    for item in dataclasses.fields(config_class):
-        default = getattr(config_class(), item.name)
-        if dataclasses.is_dataclass(default):
-            yield from all_keys(type(default), f"{prefix}{item.name}.")
+def all_keys() -> Iterator[tuple[str, Any, str]]:
+    """All keys of the schema as (dotted name, default, help); those of methods are not among them."""
+    for key, item, default in _fields(Config()):
+        yield key, default, item.metadata.get("help", "")
+
+
+def _fields(options: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """All fields of nested dataclasses as (dotted name, field, value)."""
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{item.name}.")
         else:
-            yield prefix + item.name, default, item.metadata.get("help", "")
+            yield prefix + item.name, item, value
+
+
+@cache
+def _bounds() -> dict[str, Bounds]:
+    """The bounds of all keys of the schema."""
+    return {key: item.metadata["bounds"] for key, item, _ in _fields(Config())}
+
+
+# Arguments of the trainer and of the data module that are keys of another name, or of any group.
+_ARGUMENTS = {
+    "accelerator": "run.device", "batchnorm": "federation.batchnorm", "beta": "partition.beta",
+    "classes": "partition.classes", "clients": "federation.clients", "file": "partition.file",
+    "clients_per_round": "federation.fraction", "default_root_dir": "run.dir", "devices": "run.device",
+    "embed_dim": "method.embed_dim", "local_epochs": "federation.epochs",
+    "max_rounds": "federation.rounds", "min_clients": "federation.min_clients",
+    "precision": "optim.precision", "root": "data.root",
+    **{f"partition={kind.__name__}()": f"partition.kind={word}" for word, kind in PARTITIONS.items()},
+    **{f"regularizer={kind.__name__}()": f"regularizer={word}" for word, kind in REGULARIZERS.items()},
+}  # fmt: skip
+
+
+@contextmanager
+def in_keys(group: str = "") -> Iterator[None]:
+    """Makes an `OptionError` that is raised within name the keys of the command line.
+
+    Args:
+        group: the keys that are arguments of what is made within, e.g. ``method``.
+    """
+    try:
+        yield
+    except OptionError as error:
+        prefix = _prefixes().get(error.owner.__name__, "") if error.owner else ""
+        fields = _bounds()
+
+        def key(name: str) -> str:
+            if prefix + name in fields:
+                return prefix + name
+            return _ARGUMENTS.get(name) or (f"{group}.{name}" if group else name)
+
+        raise UserError(error.text(key, shown=str, write="type")) from error.__cause__
+
+
+@cache
+def _prefixes() -> dict[str, str]:
+    """What stands before the keys of each class of options, by the name of the class."""
+
+    def walk(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+        yield type(options).__name__, prefix
+        for item in dataclasses.fields(options):
+            if dataclasses.is_dataclass(value := getattr(options, item.name)):
+                yield from walk(value, f"{prefix}{item.name}.")
+
+    return dict(walk(Config()))
 
 
 @dataclass(frozen=True)
@@ -463,11 +313,10 @@ def _usual(parts: Parts) -> dict[str, Any]:
 def frozen(schema: DictConfig) -> Config:
     """The configuration that a tree of `schema_of` has become."""
     try:
-        config = OmegaConf.to_object(schema)
+        with in_keys():
+            config = OmegaConf.to_object(schema)
     except OmegaConfBaseException as error:  # Some values are looked at only now.
-        raise UserError(
-            f"wrong value for {error.full_key}: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"wrong value for {error.full_key}: {first_line(error)}") from error
     assert isinstance(config, Config)
     values = dataclasses.asdict(config)
     usual, method = _defaults(Parts.of(values)), config.method.name
@@ -476,7 +325,7 @@ def frozen(schema: DictConfig) -> Config:
         if method in METHOD.built_in
         else flat(dataclasses.asdict(Config()))
     )
-    require_sensible(flat(values), usual, ours)
+    require_sensible(flat(values), usual, {key: _bounds().get(key, Bounds()) for key in ours})
     return config
 
 

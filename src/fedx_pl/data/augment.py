@@ -11,14 +11,14 @@ care, except for their clamp. They reproduce those of torchvision
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedx_pl.errors import UserError, known_names
+from fedx_pl.options import Options, option
 
 WHITE = 255.0
 LUMA = (0.2989, 0.587, 0.114)  # torchvision's weights for gray
@@ -28,73 +28,42 @@ CROPS = ("pad", "resized", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AugmentOptions:
-    """What happens to a training image: geometry first, then colour, grey and blur. A strength of 0 skips its step."""
+class AugmentOptions(Options):
+    """What happens to a training image: geometry first, then color, gray and blur; 0 skips a step."""
 
-    crop: str = field(
-        default="pad",
-        metadata={
-            "help": "pad: reflect-pad and crop back; resized: random resized crop; none: no crop"
-        },
+    crop: str = option(
+        "pad",
+        "pad: reflect-pad and crop back; resized: random resized crop; none: no crop",
+        choices=CROPS,
     )
-    pad: int = field(default=4, metadata={"help": "crop=pad: pixels of reflection on each side"})
-    scale_min: float = field(
-        default=0.2, metadata={"help": "crop=resized: smallest share of the image's area"}
+    pad: int = option(4, "crop=pad: pixels of reflection on each side", at_least=0, at_most=2**16)
+    scale_min: float = option(
+        0.2, "crop=resized: smallest share of the image's area", above=0, at_most=1
     )
-    size: int = field(
-        default=0, metadata={"help": "output side in pixels; 0 keeps the stored size"}
+    size: int = option(
+        0, "output side in pixels; 0 keeps the stored size", at_least=0, at_most=2**16
     )
-    flip: float = field(default=0.5, metadata={"help": "probability of a horizontal flip"})
-    brightness: float = field(default=0.4, metadata={"help": "factor drawn from 1 ± this"})
-    contrast: float = field(default=0.4, metadata={"help": "factor drawn from 1 ± this"})
-    saturation: float = field(
-        default=0.4, metadata={"help": "factor drawn from 1 ± this; colour images only"}
+    flip: float = option(0.5, "probability of a horizontal flip", at_least=0, at_most=1)
+    brightness: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
+    contrast: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
+    saturation: float = option(0.4, "factor drawn from 1 ± this; colour images only", at_least=0)
+    hue: float = option(
+        0.1, "turns drawn from ± this, at most 0.5; colour images only", at_least=0, at_most=0.5
     )
-    hue: float = field(
-        default=0.1, metadata={"help": "turns drawn from ± this, at most 0.5; colour images only"}
+    jitter_prob: float = option(
+        1.0, "probability of the four colour changes, as one", at_least=0, at_most=1
     )
-    jitter_prob: float = field(
-        default=1.0, metadata={"help": "probability of the four colour changes, as one"}
+    grayscale: float = option(0.0, "probability of dropping colour", at_least=0, at_most=1)
+    blur: float = option(
+        0.0, "probability of a Gaussian blur, sigma 0.1 to 2", at_least=0, at_most=1
     )
-    grayscale: float = field(default=0.0, metadata={"help": "probability of dropping colour"})
-    blur: float = field(
-        default=0.0, metadata={"help": "probability of a Gaussian blur, sigma 0.1 to 2"}
-    )
-    rotation: float = field(
-        default=0.0, metadata={"help": "degrees, drawn from ± this; corners turn black"}
+    rotation: float = option(
+        0.0, "degrees, drawn from ± this; corners turn black", at_least=0, at_most=180
     )
 
     def for_side(self, side: int) -> "AugmentOptions":
         """The options for stored images of a side: none are made larger than they are."""
         return replace(self, size=self.size if 0 < self.size < side else 0)
-
-    def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            UserError: Naming the key, its value and what to type instead.
-        """
-        if self.crop not in CROPS:
-            instead = known_names(str(self.crop), CROPS, prefix="augment.crop=")
-            raise UserError(f"augment.crop={self.crop} is not known{instead}")
-        if not 0 < self.scale_min <= 1:  # written so that NaN fails too
-            raise UserError(
-                f"augment.scale_min={self.scale_min} must be above 0 and at most 1: try augment.scale_min=0.2"
-            )
-        limits = {
-            **dict.fromkeys(("pad", "size", "brightness", "contrast", "saturation"), math.inf),
-            **dict.fromkeys(("flip", "jitter_prob", "grayscale", "blur"), 1),
-            "hue": 0.5,
-            "rotation": 180,
-        }
-        for name, high in limits.items():
-            value = getattr(self, name)
-            if not 0 <= value <= high or value == math.inf:
-                wanted = "0 or more" if high == math.inf else f"between 0 and {high}"
-                default = type(self).__dataclass_fields__[name].default
-                raise UserError(
-                    f"augment.{name}={value} must be {wanted}: try augment.{name}={default}"
-                )
 
 
 class _Uniforms(NamedTuple):

@@ -9,11 +9,10 @@ counts are settled: a thousand clients take milliseconds.
 import math
 import warnings
 from collections.abc import Callable
-from numbers import Real
 
 import numpy as np
 
-from fedx_pl.errors import UserError
+from fedx_pl.options import OptionError, check
 
 MAX_TRIES = 50
 # Beyond this, shares differ by less than one image in any data set, and gamma variates would
@@ -109,16 +108,13 @@ def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> l
     values, class_of = np.unique(labels, return_inverse=True)
     sizes = np.bincount(class_of, minlength=len(values))
     if not 1 <= k <= len(sizes):
-        raise UserError(
-            f"partition.classes={k} must be between 1 and {len(sizes)}, the number of classes: "
-            f"type partition.classes={min(max(k, 1), len(sizes))}"
-        )
+        problem = f"must be between 1 and {len(sizes)}, the number of classes"
+        advice = f"{{classes}}={min(max(k, 1), len(sizes))}"
+        raise OptionError("classes", k, problem, advice)
     if k * clients < len(sizes):
-        raise UserError(
-            f"partition.classes={k} leaves some of {len(sizes)} classes to none of {clients} "
-            f"clients: type partition.classes={math.ceil(len(sizes) / clients)} or "
-            f"federation.clients={math.ceil(len(sizes) / k)}"
-        )
+        problem = f"leaves some of {len(sizes)} classes to none of {clients} clients"
+        more, fewer = math.ceil(len(sizes) / clients), math.ceil(len(sizes) / k)
+        raise OptionError("classes", k, problem, f"{{classes}}={more} or {{clients}}={fewer}")
     rng = _rng(seed, "classes")
     owns = np.zeros((len(sizes), clients), dtype=bool)
     owners = np.zeros(len(sizes), dtype=np.int64)
@@ -136,10 +132,8 @@ def classes_per_client(labels: np.ndarray, clients: int, k: int, seed: int) -> l
         counts[row, poorest] += 1
         held[poorest] += 1
     if held.min() == 0:
-        raise UserError(
-            f"partition.classes={k} leaves {int((held == 0).sum())} of {clients} clients without "
-            f"images: raise partition.classes or lower federation.clients"
-        )
+        problem = f"leaves {int((held == 0).sum())} of {clients} clients without images"
+        raise OptionError("classes", k, problem, "a larger {classes} or a smaller {clients}")
     return _by_owner(_assign(class_of, counts, rng), clients)
 
 
@@ -152,33 +146,21 @@ def by_group(groups: np.ndarray) -> list[np.ndarray]:
 def _rng(seed: int, purpose: str) -> np.random.Generator:
     """A random generator for each kind of partition, so that no two share their randomness."""
     if seed < 0:
-        raise UserError(f"seed={seed} must not be negative: type seed=0")
+        raise OptionError("seed", seed, "must not be negative", "{seed}=0")
     return np.random.default_rng((seed, *purpose.encode()))
 
 
 def check_clients(clients: int, num_images: int) -> None:
-    """Raises a `UserError` if there are too few or too many clients."""
-    if isinstance(clients, bool) or not hasattr(clients, "__index__"):
-        raise UserError(
-            f"federation.clients={clients!r} is not a whole number: type federation.clients=10"
-        )
-    if clients < 1:
-        raise UserError(
-            f"federation.clients={clients} must be at least 1: type federation.clients=10"
-        )
+    """Raises an `OptionError` if there are too few or too many clients."""
+    check("clients", clients, example=10, at_least=1)
     if clients > num_images:
-        raise UserError(
-            f"federation.clients={clients} is more than there are images ({num_images}): "
-            f"type federation.clients={num_images} or fewer"
-        )
+        problem = f"is more than there are images ({num_images})"
+        raise OptionError("clients", clients, problem, f"{{clients}}={num_images} or fewer")
 
 
 def check_beta(beta: float) -> None:
-    """Raises a `UserError` if ``beta`` is no concentration."""
-    if not (isinstance(beta, Real) and 0 < beta < math.inf):  # written so that NaN fails too
-        raise UserError(
-            f"partition.beta={beta!r} must be a number above 0: type partition.beta=0.5"
-        )
+    """Raises an `OptionError` if ``beta`` is no concentration."""
+    check("beta", beta, example=0.5, above=0)
 
 
 def cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -6,20 +6,27 @@ import atexit
 import math
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
+from fedx_pl.files import LOCK, lock
+from fedx_pl.options import OptionError, Options, option
+from fedx_pl.printing import byte_size
 
 try:
+    import fcntl
     import resource
 except ImportError:  # Not on Windows.
-    resource = None  # type: ignore[assignment]
+    fcntl = resource = None  # type: ignore[assignment]
 
 ARRAYS = "arrays"  # the name of images that were brought from Python, which nothing here can load
 NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process ends
@@ -31,78 +38,59 @@ ValueRange = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """The config group ``data``."""
+class DataOptions(Options):
+    """Which images, where they are and how they are read."""
 
-    name: str = field(
-        default="cifar10",
-        metadata={"help": "cifar10, cifar100, svhn, fmnist, imagenet10 or folder"},
+    name: str = option("cifar10", "cifar10, cifar100, svhn, fmnist, imagenet10 or folder")
+    root: str = option(
+        "data",
+        "where archives lie; for folder: your images; "
+        "for imagenet10: the folder with train/ and val/",
     )
-    root: str = field(
-        default="data",
-        metadata={
-            "help": "where archives lie; for folder: your images; for imagenet10: the folder with train/ and val/"
-        },
+    cache: str = option(
+        "",
+        "where decoded copies go; empty: ROOT/cache, or data/cache for folder and imagenet10; "
+        "none: to a private folder that is deleted at the end",
     )
-    cache: str = field(
-        default="",
-        metadata={
-            "help": "where decoded copies go; empty: ROOT/cache, or data/cache for folder and imagenet10; none: to a "
-            "private folder that is deleted at the end"
-        },
+    verify: bool = option(True, "false accepts a copy that is not the official one")
+    download: bool = option(True, "false never touches the network")
+    limit: int = option(0, "train on this many images, chosen by the seed; 0 = all", at_least=0)
+    test_limit: int = option(
+        0, "use this many test images, chosen by the seed; 0 = all", at_least=0
     )
-    verify: bool = field(
-        default=True, metadata={"help": "false accepts a copy that is not the official one"}
+    image_size: int = option(
+        0,
+        "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10",
+        at_least=0,
+        at_most=2**16,
     )
-    download: bool = field(default=True, metadata={"help": "false never touches the network"})
-    limit: int = field(
-        default=0, metadata={"help": "train on this many images, chosen by the seed; 0 = all"}
+    grayscale: bool = option(False, "folder, imagenet10: store one channel instead of three")
+    value_range: list[float] = option(
+        [],
+        "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use",
+        at_least=-(10**9),
     )
-    test_limit: int = field(
-        default=0, metadata={"help": "use this many test images, chosen by the seed; 0 = all"}
+    labels: str = option(
+        "none", "folder: none, folders (parent folder = class) or a CSV file path,label"
     )
-    image_size: int = field(
-        default=0,
-        metadata={
-            "help": "folder, imagenet10: side length as stored; 0 = 96 for folder, 256 for imagenet10"
-        },
+    test_root: str = option(
+        "", "folder: labelled images to evaluate on; empty: hold out test_fraction"
     )
-    grayscale: bool = field(
-        default=False, metadata={"help": "folder, imagenet10: store one channel instead of three"}
+    test_fraction: float = option(
+        0.2,
+        "folder: share of the labelled images kept out of training, to evaluate on",
+        at_least=0,
+        at_most=1,
     )
-    value_range: list[float] = field(
-        default_factory=list,
-        metadata={
-            "help": "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use"
-        },
+    classes: list[str] = option(
+        [], "imagenet10: the class folders to use, e.g. [n01440764,n02102040]"
     )
-    labels: str = field(
-        default="none",
-        metadata={"help": "folder: none, folders (parent folder = class) or a CSV file path,label"},
+    mean: list[float] = option(
+        [], "per channel, in 0..1, subtracted from every image; empty = 0.5", at_least=-(10**9)
     )
-    test_root: str = field(
-        default="",
-        metadata={"help": "folder: labelled images to evaluate on; empty: hold out test_fraction"},
-    )
-    test_fraction: float = field(
-        default=0.2,
-        metadata={
-            "help": "folder: share of the labelled images kept out of training, to evaluate on"
-        },
-    )
-    classes: list[str] = field(
-        default_factory=list,
-        metadata={"help": "imagenet10: the class folders to use, e.g. [n01440764,n02102040]"},
-    )
-    mean: list[float] = field(
-        default_factory=list,
-        metadata={"help": "per channel, in 0..1, subtracted from every image; empty = 0.5"},
-    )
-    std: list[float] = field(
-        default_factory=list, metadata={"help": "per channel, divides every image; empty = 0.25"}
-    )
-    workers: int = field(
-        default=0, metadata={"help": "processes that decode images; 0 = number of cores"}
+    std: list[float] = option([], "per channel, divides every image; empty = 0.25", at_least=0)
+    workers: int = option(
+        0, "processes that decode images; 0 = number of cores", at_least=0, at_most=1024
     )
 
 
@@ -143,8 +131,8 @@ def require_memory(key: str, value: object, needed: int, what: str) -> None:
     available = _memory()
     if needed > available:
         raise UserError(
-            f"{key}={value}: {what} would take {needed / 1e9:,.1f} GB of memory, and "
-            f"{available / 1e9:,.1f} GB are there; type a smaller number"
+            f"{key}={value}: {what} would take {byte_size(needed)} of memory, and "
+            f"{byte_size(available)} are there; type a smaller number"
         )
 
 
@@ -162,15 +150,42 @@ def _memory() -> float:
     return min([physical, *(limit for limit in limits if limit >= 0)])
 
 
+_TEMPORARY = "fedx-pl-images-"  # how names of folders for decoded copies begin that are not kept
+_NEW_SECONDS = 60.0  # A folder that was just made may not be locked yet.
+
+
 @cache
 def _temporary_folder() -> Path:
-    """Makes a private folder, one for the process, which is deleted when it ends."""
-    folder = tempfile.mkdtemp(prefix="fedx-pl-images-")
+    """A private folder of this process, deleted when it ends, or by the next one if it was killed."""
+    _delete_left_behind()
+    folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     owner = os.getpid()
-    atexit.register(
-        lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None
-    )
-    return Path(folder)
+    held = lock(folder)  # for as long as this process lives
+
+    def delete() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+            held.close()
+
+    atexit.register(delete)
+    return folder
+
+
+def _delete_left_behind() -> None:
+    """Deletes decoded copies of this user's processes that were killed."""
+    if fcntl is None:
+        return
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        # An error is a process that still lives, a folder of another user, or one that another
+        # process deletes just now.
+        with suppress(OSError):
+            about = folder.lstat()
+            new = time.time() - about.st_mtime < _NEW_SECONDS
+            if new or not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+                continue
+            with open(folder / LOCK, "rb") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -253,19 +268,13 @@ def normalization(
             positive.
     """
     means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
-    for key, values in (("mean", means), ("std", stds)):
-        require(
-            f"data.{key}",
-            list(values),
-            len(values) == channels,
-            instead=f"{channels} numbers, one per channel",
-        )
-    for value in means:
-        require(
-            "data.mean",
-            list(means),
-            0 <= value <= 1,
-            instead="numbers in 0..1: divide those of 0..255 by 255",
-        )
-    require("data.std", list(stds), all(value > 0 for value in stds), instead="positive numbers")
+    for name, values in (("mean", means), ("std", stds)):
+        if len(values) != channels:
+            advice = f"{channels} numbers, one per channel"
+            raise OptionError(name, list(values), advice=advice, owner=DataOptions)
+    if not all(0 <= value <= 1 for value in means):
+        advice = "numbers in 0..1: divide those of 0..255 by 255"
+        raise OptionError("mean", list(means), advice=advice, owner=DataOptions)
+    if not all(value > 0 for value in stds):
+        raise OptionError("std", list(stds), advice="positive numbers", owner=DataOptions)
     return means, stds

@@ -30,8 +30,9 @@ from fedx_pl.data.images import (
 )
 from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
-from fedx_pl.errors import UserError, in_arguments, options_of, require, say, whole_number
+from fedx_pl.errors import UserError, in_arguments, options_of, say
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.options import OptionError, whole_number
 from fedx_pl.seeding import derive
 
 
@@ -79,8 +80,9 @@ class FederatedDataModule(pl.LightningDataModule):
             report: takes a line for each thing worth knowing while images are loaded.
         """
         super().__init__()
-        batch_size = whole_number("batch_size", batch_size, least=2)
-        limit, seed = whole_number("limit", limit, least=0), whole_number("seed", seed, least=0)
+        batch_size = whole_number("batch_size", batch_size, at_least=2)
+        limit = whole_number("limit", limit, at_least=0)
+        seed = whole_number("seed", seed, at_least=0)
         _require_meant(source, partition=partition, test=test, limit=limit, loader=loader)
         self.source = source
         self.test = test
@@ -289,12 +291,8 @@ def _require_meant(
 
 def _per_channel(name: str, values: Any) -> tuple[float, ...]:
     values = (values,) if isinstance(values, Real) else tuple(values)
-    require(
-        name,
-        values,
-        all(isinstance(value, Real) for value in values),
-        instead=f"{name}=[0.5], one per channel",
-    )
+    if not all(isinstance(value, Real) for value in values):
+        raise OptionError(name, values, advice=f"{{{name}}}=[0.5], one per channel")
     return tuple(value if isinstance(value, int) else float(value) for value in values)
 
 

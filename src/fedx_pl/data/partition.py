@@ -14,6 +14,7 @@ import numpy as np
 from fedx_pl.data import dealing, split_file
 from fedx_pl.data.images import ImageData
 from fedx_pl.errors import UserError
+from fedx_pl.options import OptionError
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Dirichlet(Partition):
         """Draws shares of each class; the images must have labels."""
         dealing.check_clients(self.clients, len(data.train.images))
         return dealing.dirichlet(
-            _labels(data, "dirichlet"), self.clients, self.beta, seed=seed, min_size=self.min_size
+            _labels(data, Dirichlet), self.clients, self.beta, seed=seed, min_size=self.min_size
         )
 
 
@@ -86,7 +87,7 @@ class ClassesPerClient(Partition):
         """Gives classes to clients; the images must have labels."""
         dealing.check_clients(self.clients, len(data.train.images))
         return dealing.classes_per_client(
-            _labels(data, "classes"), self.clients, self.classes, seed=seed
+            _labels(data, ClassesPerClient), self.clients, self.classes, seed=seed
         )
 
 
@@ -98,16 +99,13 @@ class Folders(Partition):
         """Makes a client of each sub-folder; the images must have groups."""
         dealing.check_clients(self.clients, len(data.train.images))
         if data.train.groups is None:
-            raise UserError(
-                "partition.kind=folders needs sub-folders in data.root: type partition.kind=iid or "
-                "partition.kind=quantity"
-            )
+            problem = "needs sub-folders in {root}"
+            advice = "{partition=IID()} or {partition=QuantitySkew()}"
+            raise OptionError("partition=Folders()", ..., problem, advice)
         split = dealing.by_group(data.train.groups)
         if len(split) != self.clients:
-            raise UserError(
-                f"federation.clients={self.clients} but data.root has {len(split)} sub-folders "
-                f"(partition.kind=folders): type federation.clients={len(split)}"
-            )
+            problem = f"but {{root}} has {len(split)} sub-folders ({{partition=Folders()}})"
+            raise OptionError("clients", self.clients, problem, f"{{clients}}={len(split)}")
         return split
 
 
@@ -123,10 +121,8 @@ class FromFile(Partition):
             self.file, fingerprint=data.fingerprint, num_images=len(data.train.images)
         )
         if len(split) != self.clients:
-            raise UserError(
-                f"partition.file={self.file} deals to {len(split)} clients, not {self.clients}: "
-                f"type federation.clients={len(split)}"
-            )
+            problem = f"deals to {len(split)} clients, not {self.clients}"
+            raise OptionError("file", self.file, problem, f"{{clients}}={len(split)}")
         return split
 
 
@@ -204,11 +200,12 @@ PARTITIONS: dict[str, type[Partition]] = {
 }
 
 
-def _labels(data: ImageData, kind: str) -> np.ndarray:
+def _labels(data: ImageData, kind: type[Partition]) -> np.ndarray:
     if data.train.labels is None:
-        raise UserError(
-            f"partition.kind={kind} needs labels and the images have none: type "
-            f"partition.kind=iid or partition.kind=quantity, or partition.kind=folders if they "
-            f"are in folders"
+        problem = "needs labels and the images have none"
+        advice = (
+            "{partition=IID()} or {partition=QuantitySkew()}, "
+            "or {partition=Folders()} if they are in folders"
         )
+        raise OptionError(f"partition={kind.__name__}()", ..., problem, advice)
     return data.train.labels

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedx_pl.errors import UserError
 from fedx_pl.files import write_atomically
 from fedx_pl.files.reading import read_json
+from fedx_pl.options import OptionError
 
 FORMAT = 1
 
@@ -47,14 +47,11 @@ def load(path: str | Path, *, fingerprint: str, num_images: int) -> list[np.ndar
         One sorted int64 index array per client.
 
     Raises:
-        UserError: If the file cannot be read, is no split file, or was made for other data.
+        OptionError: If the file cannot be read, is no split file, or was made for other data.
     """
 
-    def wrong(what: str) -> UserError:
-        return UserError(
-            f"partition.file={path} {what}: type the path of a split.json, or partition.file= for "
-            f"a new split"
-        )
+    def wrong(what: str) -> OptionError:
+        return OptionError("file", str(path), what, "the path of a split.json")
 
     try:
         content = read_json(Path(path))

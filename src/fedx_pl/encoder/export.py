@@ -9,7 +9,7 @@ from torchvision.models.resnet import ResNet
 
 from fedx_pl.config.schema import Config
 from fedx_pl.encoder.load import Encoder, read_config
-from fedx_pl.errors import UserError, install_hint
+from fedx_pl.errors import UserError, first_line, install_hint
 from fedx_pl.files import require_file, tensor_bytes, write_atomically
 
 FORMATS = ("safetensors", "torchvision", "torch", "onnx")
@@ -99,7 +99,7 @@ def _torch(encoder: Encoder, file: Path) -> tuple[bytes, str]:
     try:
         program = torch.export.export(encoder, (example,), dynamic_shapes={"images": {0: batch}})
     except Exception as error:  # Whatever a network of the user's own does that cannot be traced.
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         name = type(encoder.backbone).__qualname__
         raise UserError(
             f"--to torch: torch.export cannot follow {name} ({reason}); type --to safetensors for "

@@ -21,7 +21,7 @@ from fedx_pl.data.sources import stored_channels, stored_side
 from fedx_pl.data.sources.decode import decode
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.survey import Parts, survey
-from fedx_pl.errors import UserError, say
+from fedx_pl.errors import UserError, first_line, say
 from fedx_pl.evaluation.features import extract
 from fedx_pl.federation.identity import OWN_LAYERS
 from fedx_pl.federation.run_folder import read_run
@@ -116,7 +116,7 @@ class Encoder(nn.Module):
         try:
             backbone.load_state_dict(weights)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise UserError(
                 f"{folder}: its weights are not those of its configuration ({reason}); for a "
                 f"network of your own, write Encoder.of({str(folder)!r}, backbone=NETWORK)"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from fedx_pl import palette
 from fedx_pl.data.images import ValueRange
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.data.sources.image_files import decode_file
@@ -17,12 +18,12 @@ from fedx_pl.errors import UserError, readable, say
 from fedx_pl.files import write_atomically
 
 _THUMBNAIL = 160  # pixels
-_STYLE = """
-body {font: 16px sans-serif; margin: 2em; max-width: 1100px}
-figure {display: inline-block; margin: 8px; width: 168px; vertical-align: top}
-img {width: 160px; height: 160px; object-fit: cover; border-radius: 4px}
-figcaption {font-size: 12px; overflow-wrap: anywhere; color: #444}
-.query img {outline: 4px solid #2b6cb0}
+_STYLE = f"""
+body {{font: 16px sans-serif; margin: 2em; max-width: 1100px}}
+figure {{display: inline-block; margin: 8px; width: 168px; vertical-align: top}}
+img {{width: 160px; height: 160px; object-fit: cover; border-radius: 4px}}
+figcaption {{font-size: 12px; overflow-wrap: anywhere; color: {palette.GRAY}}}
+.query img {{outline: 4px solid {palette.BLUE}}}
 """
 
 

@@ -1,8 +1,8 @@
-"""Where a round's clients train: in this process, on the workers of a Ray cluster, or at real sites over Flower.
+"""Where clients train: in this process, on a Ray cluster, or at real sites over Flower.
 
-An engine gets the round's frozen context and the list of clients, and yields what they give back as they finish. It
-decides where a client trains, never what it computes: the same seed gives the same global weights on each. All else
-(averaging, checkpoints, evaluation, logging) is the trainer's.
+An engine gets the round's frozen context and the list of clients, and yields their updates as they
+finish. It decides where a client trains, never what it computes: the same seed gives the same
+global weights on each. Averaging, checkpoints, evaluation and logging are the trainer's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from fedx_pl.engines.base import Engine, EngineOptions
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.engines.ray import RayEngine
-from fedx_pl.errors import UserError, require
+from fedx_pl.errors import UserError
 from fedx_pl.federation.round import Lost
+from fedx_pl.options import OptionError
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
 
 __all__ = ["ENGINES", "Engine", "EngineOptions", "Lost", "make"]
 
-# By their words on the command line.
+# By their names on the command line.
 ENGINES: dict[str, type[Engine]] = {"serial": SerialEngine, "ray": RayEngine}
 
 
@@ -34,10 +35,7 @@ def make(
         if not isinstance(made, Engine):
             raise UserError(f"engine={options!r} makes {made!r}; give a subclass of fedx_pl.Engine")
         return made
-    require(
-        "engine.name",
-        options.name,
-        options.name in ENGINES,
-        instead=f"engine={' or '.join(ENGINES)}",
-    )
+    if options.name not in ENGINES:
+        known = " or ".join(ENGINES)
+        raise OptionError("name", options.name, "is not known", known, EngineOptions)
     return ENGINES[options.name](trainer, options)

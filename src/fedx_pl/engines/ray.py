@@ -1,8 +1,9 @@
-"""Clients on the workers of a Ray cluster: the cores or GPUs of this machine, or of several.
+"""Trains clients on the workers of a Ray cluster: the cores or GPUs of one or several machines.
 
-A worker (`worker.py`) is a process that loads images and model once and then trains whichever client it is sent. The
-global state goes into Ray's object store once per round. What a client remembers travels with it, so that any worker
-can take it next, and comes back with its update for the trainer to save.
+A worker (`worker.py`) is a process that loads images and model once and then trains the clients it
+is sent. The global state goes into Ray's object store once per round. A client's memory is sent
+with it, so that any worker can train it next, and comes back with its update for the trainer to
+save.
 """
 
 from __future__ import annotations
@@ -19,46 +20,46 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
 from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
-from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.round import Lost, RoundContext, Update
+from fedx_pl.options import OptionError
 
 if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
 
-PATIENCE_SECONDS = 60.0  # until the user hears that no worker has started
+PATIENCE_SECONDS = 60.0  # until a note says that no worker has started
 
 
 @dataclass(kw_only=True)
 class _Seat:
-    """A worker as the driver sees it. When it dies, another one takes the seat."""
+    """A worker as the driver sees it. When it dies, another one takes its seat."""
 
     name: str
     actor: Any
-    ready: Any  # refers to what `Worker.start` returns
+    ready: Any  # a reference to what `Worker.start` returns
     process: str = "before it was ready"
-    deaths: int = 0  # before it was ready, in a row
+    deaths: int = 0  # in a row, before it was ready
 
 
 class RayEngine(Engine):
     """Trains as many clients at a time as there are workers."""
 
     def __init__(self, trainer: FederatedTrainer, options: EngineOptions | None = None) -> None:
-        """Starts or finds Ray and asks for workers, which load images and model while the driver goes on.
+        """Starts or finds Ray and asks for workers, which load images and model meanwhile.
 
         Args:
-            trainer: of the run.
+            trainer: the run's trainer.
             options: how many workers, and where.
         """
         super().__init__(trainer, options)
         options = self.options
         self.ray = ray = import_ray(local=not options.address)
         self._seats: list[_Seat] = []
-        self._ours = (
-            not ray.is_initialized()
-        )  # A script may have connected to a cluster of its own.
+        self._ours = not ray.is_initialized()  # A script may have connected to a cluster already.
         try:
             with _undisturbed():
                 self.sizes = self._start()
@@ -74,7 +75,9 @@ class RayEngine(Engine):
             raise
 
     def _start(self) -> Sizes:
-        ray, trainer, address = self.ray, self.trainer, self.options.address
+        ray = self.ray
+        trainer = self.trainer
+        address = self.options.address
         common = {"log_to_driver": False, "logging_level": "error"}
         if self._ours and not address:
             gpus = torch.cuda.device_count()
@@ -90,20 +93,22 @@ class RayEngine(Engine):
         try:
             host, _, port = address.rpartition(":")
             if host and port.isdigit() and "/" not in host:
-                socket.create_connection(
-                    (host, int(port)), timeout=10
-                ).close()  # Ray would try again for minutes.
+                # Ray itself would try again for minutes.
+                socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(address=address or None, ignore_reinit_error=True, **common)
         except (OSError, RuntimeError, ValueError) as error:
-            instead = (
-                "`ray start --head` starts a cluster; without engine.address this machine is used"
+            problem = (
+                f"cannot be used: {error}\n"
+                "`ray start --head` starts a cluster; without {address} this machine is used"
             )
-            raise UserError(f"engine.address={address}: {error}\n{instead}") from error
-        has = ray.cluster_resources()
-        cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+            raise OptionError("address", address, problem, owner=EngineOptions) from error
+        resources = ray.cluster_resources()
+        cores = int(resources.get("CPU", 0))
+        gpus = int(resources.get("GPU", 0))
         sizes = self._sizes(cores, gpus)
-        instead = f"engine.workers={cores} or fewer, one per CPU of the cluster"
-        require("engine.workers", sizes.workers, sizes.workers <= cores, instead=instead)
+        if sizes.workers > cores:
+            advice = f"{{workers}}={cores} or fewer, one per CPU of the cluster"
+            raise OptionError("workers", sizes.workers, advice=advice, owner=EngineOptions)
         self.trainer.note(f"Ray's cluster has {cores} CPUs and {gpus} GPUs; this run takes {sizes}")
         return sizes
 
@@ -118,51 +123,48 @@ class RayEngine(Engine):
         )
 
     def _seat(self, name: str, deaths: int = 0) -> _Seat:
-        own = [
-            path
-            for path in map(os.path.abspath, sys.path)
-            if not path.startswith((sys.prefix, sys.base_prefix))
-        ]
+        installed = (sys.prefix, sys.base_prefix)
+        paths = [path for path in map(os.path.abspath, sys.path) if not path.startswith(installed)]
         actor = self.new_actor()
         return _Seat(
             name=name,
             actor=actor,
-            ready=actor.start.remote(self._work, os.getcwd(), own),
+            ready=actor.start.remote(self._work, os.getcwd(), paths),
             deaths=deaths,
         )
 
     def new_actor(self) -> Any:
-        """Asks Ray for a process; it comes when there is room."""
+        """Asks Ray for a process, which starts when there is room."""
         kind = self.ray.remote(Worker).options(
             num_cpus=1, num_gpus=self.sizes.gpus, scheduling_strategy="SPREAD"
         )
         return kind.remote()
 
+    @override
     def run(
         self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
     ) -> Iterator[Update | Lost]:
-        """Trains the largest client first: begun last, it would keep everyone waiting."""
-        ray, errors, retries = self.ray, self.ray.exceptions, self.options.retries
+        ray = self.ray
+        errors = ray.exceptions
         state = ray.put(pack(context.global_state.tensors()))
         context = replace(context, global_state=EMPTY)
-        waiting = deque(
-            sorted(
-                clients, key=lambda client: (-len(self.trainer.datamodule.clients[client]), client)
-            )
-        )
-        tries, idle = Counter[int](), deque[_Seat]()
+        sizes = {client: len(self.trainer.datamodule.clients[client]) for client in clients}
+        # The largest client first: started last, it would keep the others waiting.
+        waiting = deque(sorted(clients, key=lambda client: (-sizes[client], client)))
+        tries = Counter[int]()
+        idle = deque[_Seat]()
         jobs: dict[Any, tuple[_Seat, int | None]] = {
             seat.ready: (seat, None) for seat in self._seats
         }
 
         def send() -> None:
             while waiting and idle:
-                seat, client = idle.popleft(), waiting.popleft()
+                seat = idle.popleft()
+                client = waiting.popleft()
                 self.trainer.working(seat.name, client)
                 memory = memory_of(client)
-                counters, kept = (
-                    (memory.without_tensors(), pack(memory.tensors())) if memory else (None, {})
-                )
+                counters = memory.without_tensors() if memory else None
+                kept = pack(memory.tensors()) if memory else {}
                 job = seat.actor.train.remote(context, state, client, counters, kept)
                 jobs[job] = seat, client
 
@@ -172,16 +174,15 @@ class RayEngine(Engine):
             if not done:
                 if all(client is None for _, client in jobs.values()):
                     self.trainer.note(
-                        "still no worker is ready; `ray status` tells whether others hold the cluster"
+                        "still no worker is ready; `ray status` shows whether others use the "
+                        "cluster"
                     )
                 continue
             seat, client = jobs.pop(done[0])
             self.trainer.working(seat.name, None)
             try:
                 reply = ray.get(done[0])
-            except (
-                errors.RayTaskError
-            ) as error:  # The worker is well; our code or the user's raised this.
+            except errors.RayTaskError as error:  # Our code or the user's raised it.
                 if isinstance(error.cause, UserError):
                     raise UserError(
                         f"{seat.name} {error.cause}" if client is None else str(error.cause)
@@ -192,7 +193,7 @@ class RayEngine(Engine):
                 jobs[new.ready] = new, None
                 if client is not None:
                     tries[client] += 1
-                    if tries[client] <= retries:
+                    if tries[client] <= self.options.retries:
                         self.trainer.note(
                             f"{seat.name} died with client {client} ({seat.process}); trying again"
                         )
@@ -204,27 +205,31 @@ class RayEngine(Engine):
             if client is None:
                 self._check(seat, *reply)
                 continue
-            send()  # Before the update is folded in: the worker need not wait for that.
+            send()  # Before the update is aggregated, so that the worker need not wait.
             self.trainer.step(len(reply.update.losses))
             yield reply.unpacked(self.trainer.device)
 
     def _check(self, seat: _Seat, split: str, code: str, process: str) -> None:
-        seat.process, seat.deaths = process, 0
+        seat.process = process
+        seat.deaths = 0
         if split != self._split:
             raise UserError(
-                f"{seat.name} ({process}) has other images than this machine, or splits them in another way; "
-                f"give all machines the same files, or type data.root= and data.cache= of a folder that they share"
+                f"{seat.name} ({process}) has other images than this machine, or splits them in "
+                f"another way; give all machines the same files, or type data.root= and "
+                f"data.cache= "
+                f"of a folder that they share"
             )
         if code != self._code:  # Another machine's copy, or a worker that started after an edit.
             raise UserError(
-                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} or its "
-                f"callbacks than this process; give all machines the same files, and do not edit them while a run "
-                f"trains"
+                f"{seat.name} ({process}) has other code of {type(self.trainer.model).__name__} or "
+                f"its callbacks than this process; give all machines the same files, and do not "
+                f"edit "
+                f"them while a run trains"
             )
 
     def _replace(self, seat: _Seat, starting: bool, error: Exception) -> _Seat:
         with suppress(Exception):
-            self.ray.kill(seat.actor)  # It may just be out of reach.
+            self.ray.kill(seat.actor)  # It may be alive, but not reachable.
         deaths = seat.deaths + starting
         if deaths > self.options.retries:
             raise UserError(
@@ -234,7 +239,7 @@ class RayEngine(Engine):
         return new
 
     def close(self) -> None:
-        """Ends the workers, and Ray unless it was there before."""
+        """Ends the workers, and Ray if it was started here."""
         for seat in self._seats:
             with suppress(Exception):
                 self.ray.kill(seat.actor)
@@ -256,22 +261,21 @@ class Sizes(NamedTuple):
         """Fills the gaps in the options.
 
         Args:
-            options: what is wanted.
-            clients: of a round; more workers would be idle.
-            cores: that Ray may use, on all machines.
-            gpus: likewise.
-            threads: of a worker; 0: the cores are shared out.
+            options: the user's options.
+            clients: clients of a round; more workers would be idle.
+            cores: cores that Ray may use, on all machines.
+            gpus: GPUs that Ray may use, on all machines.
+            threads: threads of a worker; 0: its share of the cores.
         """
         share = options.gpus_per_worker
         if share < 0:
             share = 1.0 if gpus else 0.0
-        # Several workers may share a GPU, but no worker gets the rests of two.
+        # Several workers may share a GPU, but no worker gets parts of two.
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
         workers = min(options.workers or max(room, 1), clients)
-        enough = (
-            f"a smaller share, or fewer engine.workers: there are {gpus} GPUs and {workers} workers"
-        )
-        require("engine.gpus_per_worker", share, not share or workers <= room, instead=enough)
+        if share and workers > room:
+            advice = f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and {workers} workers"
+            raise OptionError("gpus_per_worker", share, advice=advice, owner=EngineOptions)
         return cls(workers, share, threads or max(1, cores // workers))
 
     def __str__(self) -> str:
@@ -280,15 +284,13 @@ class Sizes(NamedTuple):
 
 
 def import_ray(local: bool) -> Any:
-    """Imports Ray with settings that it reads at that moment; no usage statistics leave the machine."""
+    """Imports Ray with settings that it reads at that moment, without usage statistics."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # Ray's own choice is 15: any other program would come first.
+    # Ray's own choice is 15, so that any other program would come first.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if local:
-        os.environ.setdefault(
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
-        )  # As there: listen on the loopback device only.
+        # Listens on the loopback device only, as on Windows and macOS.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
     except ImportError as error:
@@ -298,23 +300,24 @@ def import_ray(local: bool) -> Any:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ray crashes if Ctrl-C comes while it starts, and takes SIGTERM over: the one waits, the other is put back."""
+    """Delays Ctrl-C while Ray starts, which would crash it, and restores SIGTERM's handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    interrupt = signal.getsignal(signal.SIGINT)
+    terminate = signal.getsignal(signal.SIGTERM)
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
-        if callable(terminate):  # Else Ray's is better: it ends Ray's processes.
+        if callable(terminate):  # Otherwise Ray's is better, since it ends Ray's processes.
             signal.signal(signal.SIGTERM, terminate)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

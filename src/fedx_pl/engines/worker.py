@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 
-# Bytes, dtype, shape and whether channels come last: Ray hands arrays on without copying them, tensors it copies.
+# Bytes, dtype, shape and whether channels come last. Ray passes arrays on without a copy, but
+# copies tensors.
 Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...], bool]]
 
 
@@ -40,24 +41,24 @@ class Workload(NamedTuple):
 
     model: SSLMethod
     data: FederatedDataModule
-    settings: dict[str, Any]  # of its `LocalTrainer`
+    settings: dict[str, Any]  # arguments of its `LocalTrainer`
     threads: int
     gpu: bool
 
     @classmethod
     def of(cls, trainer: FederatedTrainer, *, threads: int, gpu: bool) -> Workload:
-        """The trainer's own model and images."""
+        """The workload of a trainer's clients."""
         return cls(
             trainer.model, trainer.datamodule, trainer.local_settings(), threads=threads, gpu=gpu
         )
 
     def code(self) -> str:
-        """A hash of the code that is not this package's: of the method and of what acts on its training."""
+        """A hash of the code of method, regularizer and callbacks that is not this package's."""
         parts = (self.model, self.settings["regularizer"], *self.settings["callbacks"])
         return foreign_code.hash_of(*map(type, parts))
 
     def packed(self) -> bytes:
-        """Bytes for another process. Classes of a notebook travel in them, those of modules are imported there."""
+        """Bytes for another process, with classes of a notebook; it imports those of modules."""
         from ray import cloudpickle
 
         where = self.model.device
@@ -68,7 +69,7 @@ class Workload(NamedTuple):
 
     @classmethod
     def unpacked(cls, content: bytes) -> Workload:
-        """The inverse of `packed`."""
+        """Reverses `packed`."""
         from ray import cloudpickle
 
         return cloudpickle.loads(content)
@@ -96,25 +97,26 @@ class Worker:
         """Loads images and model.
 
         Args:
-            work: of `Workload.packed`.
-            folder: that relative paths in it start from, if this machine has it.
-            paths: where the driver finds modules, such as the user's own method.
+            work: the result of `Workload.packed`.
+            folder: the folder of relative paths in it, if this machine has it.
+            paths: where the driver finds modules, such as the user's method.
 
         Returns:
-            The `split_name` of what it found, the hash of the code, and which process it is.
+            The `split_name` of its images, the hash of its code, and which process it is.
         """
         sys.path += [path for path in paths if path not in sys.path]
         if os.path.isdir(folder):
             os.chdir(folder)
-        machine, said = socket.gethostname(), list[str]()
+        machine = socket.gethostname()
+        reported: list[str] = []
         try:
             self.work = Workload.unpacked(work)  # Not before: it may need modules of those paths.
-            self.work.data.report = said.append
+            self.work.data.report = reported.append
             self.work.data.setup()
         except ImportError as error:
             raise UserError(f"on {machine}: {error}; install there what the run needs") from error
         except UserError as error:
-            raise UserError("\n".join([f"on {machine}:", *said, str(error)])) from error
+            raise UserError("\n".join([f"on {machine}:", *reported, str(error)])) from error
         if self.work.threads:
             torch.set_num_threads(self.work.threads)
         self.device = resolve_device("cuda" if self.work.gpu else "cpu")
@@ -134,9 +136,9 @@ class Worker:
         """Trains one client for a round.
 
         Args:
-            context: of the round, without the global state.
+            context: the round's context, without the global state.
             state: the global state.
-            client: who trains.
+            client: the client's number.
             counters: its memory without tensors; None for a client that has none.
             kept: the tensors of its memory.
         """
@@ -160,7 +162,7 @@ class Worker:
 
 
 def split_name(data: FederatedDataModule) -> str:
-    """Two with the same name hold the same images, split in the same way."""
+    """A name that data modules share only if they hold the same images, split in the same way."""
     digest = hashlib.sha256(data.images.fingerprint.encode())
     for rows in data.clients:
         digest.update(np.array([len(rows), *rows], np.int64).tobytes())
@@ -168,7 +170,7 @@ def split_name(data: FederatedDataModule) -> str:
 
 
 def pack(state: State) -> Packed:
-    """Tensors as arrays of bytes, which numpy has for every dtype, in the memory order they have."""
+    """Tensors as arrays of bytes, which numpy has for every dtype, in their memory order."""
     packed = {}
     for name, tensor in state.items():
         last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
@@ -183,8 +185,8 @@ def pack(state: State) -> Packed:
 
 
 def unpack(state: Packed, device: torch.device = CPU) -> State:
-    """The inverse of `pack`. What came through the object store must not be written to: others may look at it."""
-    found = {}
+    """Reverses `pack`. What came through the object store is shared and must not be changed."""
+    unpacked = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")
         for name, (content, dtype, shape, last) in state.items():
@@ -195,12 +197,12 @@ def unpack(state: Packed, device: torch.device = CPU) -> State:
                 else torch.empty(0, dtype=dtype)
             )
             plain = flat.reshape(shape)
-            found[name] = (plain.movedim(-1, 1) if last else plain).to(device)
-    return found
+            unpacked[name] = (plain.movedim(-1, 1) if last else plain).to(device)
+    return unpacked
 
 
 def with_tensors(counters: ClientMemory, tensors: State) -> ClientMemory:
-    """A memory from the parts that travel apart."""
+    """A memory from its two parts, which are sent separately."""
     return ClientMemory.from_tensors(
         tensors, last_round=counters.last_round, steps=counters.steps, epochs=counters.epochs
     )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedx_pl.data.images import ImageData, Split
-from fedx_pl.errors import require
 from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.evaluation.finetune import SemiOptions
 from fedx_pl.evaluation.geometry import health
@@ -19,6 +18,7 @@ from fedx_pl.evaluation.knn import knn_scores
 from fedx_pl.evaluation.linear import LinearOptions, linear_probe
 from fedx_pl.evaluation.scores import Scores
 from fedx_pl.methods.base import SSLMethod
+from fedx_pl.options import Options, option
 from fedx_pl.seeding import derive
 
 _UNLABELED = 10_000  # Without labels, the health is that of so many training images.
@@ -26,36 +26,24 @@ _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that woul
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
+class EvaluationOptions(Options):
     """How often and how the encoder is measured."""
 
-    labels: str = field(
-        default="all",
-        metadata={
-            "help": "all: of every labeled training image | limit: only of those data.limit keeps"
-        },
+    labels: str = option(
+        "all",
+        "all: of every labeled training image | limit: only of those data.limit keeps",
+        choices=("all", "limit"),
     )
-    knn_every: int = field(default=1, metadata={"help": "rounds between kNN evaluations"})
-    knn_k: int = field(default=200, metadata={"help": "neighbours that vote"})
-    linear_every: int = field(
-        default=10, metadata={"help": "rounds between linear probes; the last round always has one"}
+    knn_every: int = option(1, "rounds between kNN evaluations", at_least=1)
+    knn_k: int = option(200, "neighbours that vote", at_least=1)
+    linear_every: int = option(
+        10, "rounds between linear probes; the last round always has one", at_least=1
     )
-    geometry_clients: int = field(
-        default=10, metadata={"help": "evaluate RUN geometry: clients trained once more, at most"}
+    geometry_clients: int = option(
+        10, "evaluate RUN geometry: clients trained once more, at most", at_least=1
     )
     linear: LinearOptions = field(default_factory=LinearOptions)
     semi: SemiOptions = field(default_factory=SemiOptions)
-
-    def __post_init__(self) -> None:
-        known = self.labels in ("all", "limit")
-        require("evaluation.labels", self.labels, known, instead="evaluation.labels=all or limit")
-        for name in ("knn_every", "knn_k", "linear_every", "geometry_clients"):
-            require(
-                f"evaluation.{name}",
-                value := getattr(self, name),
-                value >= 1,
-                instead=f"evaluation.{name}=1 or more",
-            )
 
 
 class Evaluator:

@@ -7,10 +7,9 @@ labeled images of all clients are in one place.
 """
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,52 +19,23 @@ from torch import Tensor, nn
 from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ImageStore, at_least_two
 from fedx_pl.data.images import Split
-from fedx_pl.errors import require
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.scores import Scores, score
+from fedx_pl.options import Options, option
 from fedx_pl.seeding import derive
 
 
 @dataclass(frozen=True, kw_only=True)
-class SemiOptions:
+class SemiOptions(Options):
     """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
 
-    fractions: list[float] = field(
-        default_factory=lambda: [0.01, 0.05, 0.1],
-        metadata={"help": "shares of the training labels, one result each"},
+    fractions: list[float] = option(
+        [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1
     )
-    epochs: int = field(default=100, metadata={"help": "passes over the labelled images"})
-    lr: float = field(default=1e-3, metadata={"help": "learning rate of SGD"})
-    momentum: float = field(default=0.9, metadata={"help": "SGD momentum"})
-    batch_size: int = field(default=64, metadata={"help": "images per step"})
-
-    def __post_init__(self) -> None:
-        possible = len(self.fractions) > 0 and all(0 < fraction <= 1 for fraction in self.fractions)
-        require(
-            "evaluation.semi.fractions",
-            self.fractions,
-            possible,
-            instead="evaluation.semi.fractions=[0.01,0.1]",
-        )
-        for name in ("epochs", "batch_size"):
-            require(
-                f"evaluation.semi.{name}",
-                value := getattr(self, name),
-                value >= 1,
-                instead="1 or more",
-            )
-        require(
-            "evaluation.semi.lr",
-            self.lr,
-            0 < self.lr < math.inf,
-            instead="evaluation.semi.lr=0.001",
-        )
-        require(
-            "evaluation.semi.momentum",
-            self.momentum,
-            0 <= self.momentum < 1,
-            instead="evaluation.semi.momentum=0.9",
-        )
+    epochs: int = option(100, "passes over the labelled images", at_least=1)
+    lr: float = option(1e-3, "learning rate of SGD", above=0)
+    momentum: float = option(0.9, "SGD momentum", at_least=0, below=1)
+    batch_size: int = option(64, "images per step", at_least=1)
 
     def steps(self, images: int) -> int:
         """Optimiser steps on so many labelled images."""

@@ -1,1 +1,1 @@
-"""The experiments behind tables and figures: their definitions, sweeps over them, results and the report."""
+"""Experiments behind tables and figures: definitions, sweeps, results and the report."""

@@ -1,34 +1,26 @@
 """Numbers over seeds: their spread, and whether a difference is more than the seeds' noise."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from markupsafe import Markup
 from scipy.special import stdtrit
 
-# "Below the noise" would read as "smaller than it".
-ABOVE, BELOW, WITHIN = (
-    "above the seed noise",
-    "lower, beyond the seed noise",
-    "within the seed noise",
-)
-ONE_SEED, NO_SEED = "one seed: no statement", "no seed in common: no statement"
-RULE = (
-    "A number is the mean ± the sample standard deviation over the seeds, with the number of seeds in brackets; a seed "
-    "draws the images (where not all are used), the split, the initial weights and the batches. A difference is taken "
-    "seed by seed, over the seeds that both have. It is called above the seed noise if its mean is more than t "
-    "standard errors above zero, and lower, beyond the seed noise, if it is as far below; t is Student's quantile for "
-    "a two-sided test at 95 %: {} for two seeds, {} for three, {} for five. Each row is tested by itself, not "
-    "corrected for the number of rows. With few seeds the rule is strict: within the seed noise does not mean that "
-    "there is no difference. One seed allows no statement. All this holds for seeds that were chosen before looking: a "
-    "row that got more seeds because the first left it open reaches a verdict more easily."
-)
+from fedx_pl.experiments.definition import Labels
+from fedx_pl.experiments.markdown import strong, table
+from fedx_pl.experiments.results import Measure, Runs
+from fedx_pl.printing import NOTHING, measured
 
-
-def rule() -> str:
-    """How a verdict is reached, in words."""
-    return RULE.format(*(f"{student(n):.2f}" for n in (2, 3, 5)))
+ABOVE = "above the seed noise"
+BELOW = "lower, beyond the seed noise"  # "below the noise" would read as "smaller than it"
+WITHIN = "within the seed noise"
+ONE_SEED = "one seed: no statement"
+NO_SEED = "no seed in common: no statement"
 
 
 def student(n: int) -> float:
@@ -38,35 +30,35 @@ def student(n: int) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation of some numbers; one number has no deviation, none has no mean."""
+    """The mean and the sample standard deviation of some numbers, one per seed."""
 
     values: tuple[float, ...]
 
     @property
     def n(self) -> int:
-        """How many numbers."""
+        """How many numbers there are."""
         return len(self.values)
 
     @property
     def mean(self) -> float:
-        """Of the numbers."""
+        """The mean of at least one number."""
         return statistics.fmean(self.values)
 
     @property
     def std(self) -> float:
-        """With n - 1 in the denominator: for at least two numbers."""
+        """The standard deviation of at least two numbers, with n - 1 in the denominator."""
         return statistics.stdev(self.values)
 
     def text(self, sign: str = "") -> str:
-        """``38.91 ± 0.42 (3)``, ``38.91 (1)`` or ``-``; with ``+`` as `sign` gains have theirs."""
+        """Prints ``38.91 ± 0.42 (3)``, ``38.91 (1)`` or ``-``; `sign` as in `measured`."""
         if not self.n:
-            return "-"
+            return NOTHING
         deviation = f" ± {self.std:.2f}" if self.n > 1 else ""
-        return f"{decimal(self.mean, sign)}{deviation} ({self.n})"
+        return f"{measured(self.mean, sign)}{deviation} ({self.n})"
 
     @property
     def verdict(self) -> str:
-        """For differences: whether they are more than noise."""
+        """Whether differences are more than noise."""
         if self.n < 2:
             return ONE_SEED if self.n else NO_SEED
         noise = student(self.n) * self.std / math.sqrt(self.n)
@@ -74,20 +66,147 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of numbers, one per seed."""
-    return Spread(tuple(values))
+    """The spread of numbers, one per seed."""
+    return Spread(tuple(float(value) for value in values))
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Spread:
     """The differences to a baseline over the seeds that both have.
 
     Args:
-        values: by seed.
-        baseline: by seed.
+        values: numbers by seed.
+        baseline: the baseline's numbers by seed.
     """
     return spread(values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys()))
 
 
-def decimal(value: float, sign: str = "") -> str:
-    """Two digits; nothing is not ``-0.00``."""
-    return f"{round(value, 2) + 0.0:{sign}.2f}"
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """By how much a label of the last axis exceeds the baseline, in one group, by one measure."""
+
+    group: Labels
+    label: str
+    measure: str
+    differences: Spread
+    paper: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gains:
+    """The comparisons of an experiment with its baseline, as a report shows them."""
+
+    title: str
+    table: Markup
+    counts: list[dict[str, Any]]  # how many rows gain, for each label that has several
+
+
+def compare(
+    title: str,
+    runs: Runs,
+    measures: Mapping[str, Measure],
+    printed: Callable[[Labels, str], float | None],
+    names: Mapping[str, str] | None = None,
+    labels: Sequence[str] = (),
+) -> Gains | None:
+    """Compares the labels of the last axis with the baseline, seed by seed.
+
+    Args:
+        title: the heading of the table.
+        runs: the results of the experiment.
+        measures: what is compared, by name.
+        printed: (cell, name of the measure) -> the paper's number.
+        names: the names of several measures in a column of their own.
+        labels: the labels to compare; all by default.
+
+    Returns:
+        None if the experiment has no baseline, or nothing was run that could be compared.
+    """
+    baseline = runs.experiment.baseline
+    if not baseline:
+        return None
+    variants = [baseline, *(label for label in runs.variants if label != baseline)]
+    # The paper's plain method may be another one than our baseline.
+    cells = itertools.product(variants, runs.groups, measures)
+    in_paper = (label for label, group, name in cells if printed((*group, label), name) is not None)
+    reference = next(in_paper, "")
+    rows = []
+    compared = labels or variants[1:]
+    for group, label, name in itertools.product(runs.groups, compared, measures):
+        values = runs.values((*group, label), measures[name])
+        base = runs.values((*group, baseline), measures[name])
+        if values and base and label != baseline:
+            more = printed((*group, label), name)
+            less = printed((*group, reference), name) if label != reference else None
+            difference = None if more is None or less is None else float(more - less)
+            rows.append(
+                Gain(
+                    group=group,
+                    label=label,
+                    measure=name,
+                    differences=paired(values, base),
+                    paper=difference,
+                )
+            )
+    if not rows:
+        return None
+    counted = [
+        [row for row in rows if row.label == label and row.differences.n] for label in variants
+    ]
+    several = [some for some in counted if len({row.group for row in some}) > 1]
+    return Gains(
+        title=title,
+        table=_gain_table(runs, rows, reference, names=names),
+        counts=[_count(some, baseline) for some in several],
+    )
+
+
+def _count(rows: Sequence[Gain], baseline: str) -> dict[str, Any]:
+    """How many rows of one label gain, by verdict, and which have more seeds than most."""
+    verdicts = Counter(row.differences.verdict for row in rows)
+    names = {ABOVE: ABOVE, WITHIN: "within it", BELOW: "lower beyond it"}
+    if verdicts[ONE_SEED]:
+        names[ONE_SEED] = "with one seed only"
+    seeds = Counter(row.differences.n for row in rows if row.differences.n > 1)
+    usual = max(seeds, key=lambda n: seeds[n], default=math.inf)
+    more_seeds = [row for row in rows if row.differences.n > usual]
+    return {
+        "label": rows[0].label,
+        "baseline": baseline,
+        "rows": len(rows),
+        "positive": sum(row.differences.mean > 0 for row in rows),
+        "verdicts": ", ".join(f"{verdicts[verdict]} {name}" for verdict, name in names.items()),
+        "more_seeds": ", ".join(
+            f"{' / '.join(row.group)} ({row.differences.n} instead of {usual})"
+            for row in more_seeds
+        ),
+    }
+
+
+def _gain_table(
+    runs: Runs, rows: Sequence[Gain], reference: str, names: Mapping[str, str] | None
+) -> Markup:
+    axes = list(runs.experiment.axes)
+    in_paper = any(row.paper is not None for row in rows)
+    head = [*axes, f"difference to {runs.experiment.baseline}", "verdict", "range"]
+    if names:
+        head.insert(len(axes), "measure")
+    if in_paper:
+        head.append(f"the paper's difference to {reference}")
+    lines = []
+    for row in rows:
+        values = row.differences.values
+        ends = f"{measured(min(values), '+')} to {measured(max(values), '+')}" if values else ""
+        verdict = row.differences.verdict
+        line = [
+            *row.group,
+            row.label,
+            row.differences.text("+"),
+            strong(verdict) if verdict in (ABOVE, BELOW) else verdict,
+            ends if len(values) > 1 else NOTHING,
+        ]
+        if names:
+            line.insert(len(axes), names[row.measure])
+        if in_paper:
+            line.append(measured(row.paper, "+"))
+        lines.append(line)
+    return table(head, lines, labels=len(axes) + bool(names))

@@ -1,21 +1,30 @@
-"""Experiments: which runs make a table or a figure. A definition is data, ``experiments/NAME.yaml``::
+"""Experiments: which runs make a table or a figure.
+
+A definition is data, ``experiments/NAME.yaml``::
 
     title: Two methods with and without FedX
     axes:                                  # runs are the product of the axes' labels
       data: {CIFAR-10: data=cifar10, SVHN: data=svhn}
       method: {FedSimCLR: method=simclr, FedBYOL: method=byol}
       variant: {plain: optim.batch_size=64, + FedX: fedx=true}
-    columns: data                          # the axis that is spread over columns; the others make the rows
-    baseline: plain                        # of the last axis: the others are compared with it, seed by seed
+    columns: data                          # the axis whose labels are columns; others make the rows
+    baseline: plain                        # a label of the last axis; others are compared with it
 
-Optional: ``base`` (overrides of all runs), ``evaluate`` (``semi``, ``geometry``: measured after training), ``runs``
-(the name of another definition whose axes are meant), ``show`` (``table``, ``curves``, ``errors``, ``semi``,
-``geometry``; a table unless given), ``paper`` (where the paper has it), ``note``, ``profiles`` (for one profile,
-the labels of an axis that are left, e.g. ``mini: {data: [CIFAR-10]}``) and ``needs``: runs that others build on, by
-name, as overrides on top of all axes but the last; ``@NAME`` in an override is the folder of that run.
+Optional keys:
+
+- ``base``: overrides of all runs.
+- ``evaluate``: ``semi``, ``geometry``; measured after training.
+- ``runs``: the name of another definition, to use its axes.
+- ``show``: ``table`` (the default), ``curves``, ``errors``, ``semi``, ``geometry``.
+- ``paper``: where the paper has it.
+- ``note``: a text below the title.
+- ``profiles``: the labels that a profile keeps of an axis, e.g. ``mini: {data: [CIFAR-10]}``.
+- ``needs``: runs that others build on, by name, as overrides on top of all axes but the last;
+  ``@NAME`` in an override is the folder of that run.
 """
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +38,10 @@ from fedx_pl.files.reading import read_yaml
 
 SHOWN = ("table", "curves", "errors", "semi", "geometry")
 Labels = tuple[str, ...]
-HERE = Path("experiments")  # in a checkout, or of the user's own
+HERE = Path("experiments")  # the definitions of a checkout, or the user's own
 PACKAGED = Path(__file__).parent / "definitions"
+# Overrides that say where and how to run, and change no result.
+_PLACES = ("run.", "data.root=", "data.cache=", "data.download=", "data.workers=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +52,8 @@ class Experiment:
     title: str
     axes: dict[str, dict[str, list[str]]]  # axis -> label -> overrides
     base: list[str] = field(default_factory=list)
-    columns: str = ""  # an axis, or empty: each run is a row
-    baseline: str = ""  # a label of the last axis, or empty: nothing is compared
+    columns: str = ""  # an axis; if empty, each run is a row
+    baseline: str = ""  # a label of the last axis; if empty, nothing is compared
     evaluate: list[str] = field(default_factory=list)
     show: list[str] = field(default_factory=lambda: ["table"])
     needs: dict[str, list[str]] = field(default_factory=dict)
@@ -51,7 +62,7 @@ class Experiment:
     profiles: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     def cells(self, profile: str) -> Iterator[Labels]:
-        """All combinations of labels, one of each axis, that are part of the profile."""
+        """All combinations of the labels that the profile keeps, one of each axis."""
         kept = self.profiles.get(profile, {})
         yield from itertools.product(
             *(kept.get(axis, list(labels)) for axis, labels in self.axes.items())
@@ -60,12 +71,12 @@ class Experiment:
     def overrides(
         self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()
     ) -> list[str]:
-        """What to type after ``fedx-pl train`` for one run.
+        """The arguments of ``fedx-pl train`` for one run.
 
         Args:
             cell: one label of each axis.
             profile: ``paper``, ``mini``, ...
-            seed: of the run.
+            seed: the seed of the run.
             more: overrides that say where and how to run, such as ``run.threads=1``.
         """
         words = [*self.base, *self._of_axes(cell)]
@@ -80,16 +91,17 @@ class Experiment:
     def needed(
         self, cell: Labels, profile: str, seed: int, more: Sequence[str] = ()
     ) -> dict[str, list[str]]:
-        """The runs that the one of ``cell`` builds on, by name: `needs` on top of all axes but the last."""
-        start = [f"profile={profile}", f"seed={seed}", *self.base, *self._of_axes(cell[:-1])]
+        """The overrides of the runs that the run of ``cell`` builds on, by name."""
+        shared = [f"profile={profile}", f"seed={seed}", *self.base, *self._of_axes(cell[:-1])]
         words = self._of_axes(cell)
         return {
-            name: [*start, *own, *more]
-            for name, own in self.needs.items()
+            name: [*shared, *overrides, *more]
+            for name, overrides in self.needs.items()
             if any(word.endswith(f"=@{name}") for word in words)
         }
 
     def _of_axes(self, cell: Labels) -> list[str]:
+        """The overrides of the labels of the first axes."""
         axes = zip(self.axes.values(), cell, strict=False)
         return [word for labels, label in axes for word in labels[label]]
 
@@ -102,22 +114,18 @@ def load_experiment(path: Path) -> Experiment:
     """
     try:
         return _load(path)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-    ) as error:  # A list where a mapping belongs, and so on.
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        # Such as a list where a mapping belongs.
         raise UserError(
             f"{path} is not an experiment ({short(error)}); see docs/experiments.md"
         ) from error
 
 
 def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
-    """Reads a definition.
+    """Reads a definition, and the one whose axes it uses.
 
     Args:
-        path: of the file.
+        path: the file.
         readers: the files that name it in ``runs``.
     """
     try:
@@ -146,16 +154,13 @@ def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
         if key not in known:
             raise UserError(f"{path}: there is no key {key!r}{known_names(str(key), known)}")
     axes = content.get("axes")
-    if (
-        "title" not in content
-        or not isinstance(axes, dict)
-        or not all(isinstance(v, dict) for v in axes.values())
-    ):
+    has_axes = isinstance(axes, dict) and all(isinstance(axis, dict) for axis in axes.values())
+    if "title" not in content or not has_axes:
         raise UserError(
             f"{path} needs a title and axes, e.g. axes: {{variant: {{plain: method=simclr}}}}"
         )
     axes = {
-        axis: {str(k): _words(v) for k, v in labels.items()}
+        axis: {str(label): _words(words) for label, words in labels.items()}
         for axis, labels in content.pop("axes").items()
     }
     needs = {name: _words(words) for name, words in content.pop("needs", {}).items()}
@@ -167,12 +172,12 @@ def _load(path: Path, readers: tuple[Path, ...] = ()) -> Experiment:
 
 
 def load_experiments(folder: Path) -> list[Experiment]:
-    """All definitions of a folder, by name."""
+    """Reads all definitions of a folder, by name."""
     return [load_experiment(path) for path in sorted(folder.glob("*.yaml"))]
 
 
 def parse_seeds(text: str) -> list[int]:
-    """``"0,1,2"`` -> [0, 1, 2]."""
+    """Reads ``--seeds``: ``"0,1,2"`` -> [0, 1, 2]."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise UserError(f"--seeds {text} are not whole numbers from 0 on; type --seeds 0,1,2")
@@ -180,36 +185,66 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_only(words: Sequence[str], experiments: Sequence[Experiment]) -> dict[str, list[str]]:
-    """``["method=FedSimCLR,FedBYOL"]`` -> the labels to run, by axis."""
+    """Reads ``--only``: ``["method=FedSimCLR,FedBYOL"]`` -> the labels to run, by axis."""
     known: dict[str, list[str]] = {}
     for experiment in experiments:
         for axis, labels in experiment.axes.items():
             known.setdefault(axis, []).extend(labels)
-    found: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     for word in words:
         axis, _, listed = word.partition("=")
-        found[axis] = [*found.get(axis, []), *(label.strip() for label in listed.split(","))]
+        chosen[axis] = [*chosen.get(axis, []), *(label.strip() for label in listed.split(","))]
         if axis not in known:
             raise UserError(
                 f"--only {word}: there is no axis {axis!r}; the axes are {', '.join(known)}"
             )
-        if unknown := [label for label in found[axis] if label not in known[axis]]:
+        if unknown := [label for label in chosen[axis] if label not in known[axis]]:
+            listed = ", ".join(dict.fromkeys(known[axis]))
+            raise UserError(f"--only {word}: {axis} has no {unknown[0]!r}; it has {listed}")
+    return chosen
+
+
+def parse_places(words: Sequence[str], workers: int) -> list[str]:
+    """Reads the overrides of a sweep, which say where and how to run, never what.
+
+    Args:
+        words: ``run.root=/scratch``, ``data.root=/data``, ...
+        workers: how many runs go at once; they share the cores.
+    """
+    if workers < 1:
+        raise UserError(f"--jobs {workers} runs nothing; type --jobs 1 or more")
+    for word in words:
+        if word.startswith("run.dir="):
             raise UserError(
-                f"--only {word}: {axis} has no {unknown[0]!r}; it has {', '.join(dict.fromkeys(known[axis]))}"
+                f"{word} would put all runs into one folder; type run.root={word.partition('=')[2]}"
             )
-    return found
+        if not word.startswith(_PLACES):
+            raise UserError(
+                f"{word} would change the experiment; write it into its YAML file, or use "
+                "fedx-pl train"
+            )
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    return [f"run.threads={threads}", *words] if workers > 1 else list(words)
+
+
+def resolve_profile(name: str) -> str:
+    """Turns ``auto`` into ``paper`` with a GPU and ``mini`` without."""
+    if name != "auto":
+        return name
+    import torch  # slow, and not needed to list experiments
+
+    return "paper" if torch.cuda.is_available() else "mini"
 
 
 def _words(value: Any) -> list[str]:
-    """``"a=1 b=2"`` or a list of such; nothing is no override."""
-    return [
-        word
-        for text in ([value] if isinstance(value, str) else value or [])
-        for word in str(text).split()
-    ]
+    """Splits ``"a=1 b=2"``, or a list of such texts, into overrides."""
+    texts = [value] if isinstance(value, str) else value or []
+    return [word for text in texts for word in str(text).split()]
 
 
 def _check(experiment: Experiment, path: Path) -> None:
+    """Raises UserError for an axis, label or evaluation that does not exist."""
+
     def require(what: str, word: str, known: Any) -> None:
         if word not in known:
             raise UserError(f"{path}: {what} {word!r} is not one of {', '.join(known) or 'none'}")
@@ -225,27 +260,26 @@ def _check(experiment: Experiment, path: Path) -> None:
             require("show: needs evaluate:", word, experiment.evaluate)
     for word in experiment.evaluate:
         require("evaluate:", word, EVALUATIONS)
-    for word in itertools.chain(
-        *(words for labels in experiment.axes.values() for words in labels.values())
-    ):
-        if "=@" in word:
-            require(f"{word}:", word.partition("=@")[2], experiment.needs)
+    for labels in experiment.axes.values():
+        for word in itertools.chain(*labels.values()):
+            if "=@" in word:
+                require(f"{word}:", word.partition("=@")[2], experiment.needs)
     if experiment.columns:
         require("columns:", experiment.columns, experiment.axes)
     if experiment.baseline:
         require("baseline:", experiment.baseline, list(experiment.axes.values())[-1])
     for profile, kept in experiment.profiles.items():
-        for axis, labels in kept.items():
+        for axis, kept_labels in kept.items():
             require(f"profiles: {profile}:", axis, experiment.axes)
-            for label in labels:
+            for label in kept_labels:
                 require(f"profiles: {profile}: {axis}:", label, experiment.axes[axis])
 
 
 def definitions_folder(given: Path | None = None) -> Path:
-    """Of the experiments: the given one; `HERE` if it has some, as in a checkout; else those of the package."""
+    """The given folder; or `HERE`, if it has definitions; or else that of the package."""
     return given or (HERE if any(HERE.glob("*.yaml")) else PACKAGED)
 
 
 def results_folder(definitions: Path, profile: str) -> Path:
-    """Beside the definitions, but never within the installed package."""
+    """The folder for results: beside the definitions, but never in the installed package."""
     return (HERE if definitions == PACKAGED else definitions) / "results" / profile

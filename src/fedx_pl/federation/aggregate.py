@@ -1,30 +1,35 @@
 """How clients' weights become the new global weights.
 
-`FedAvg` trusts every update that is well formed. `robust.py` has the rules for federations where one may lie.
+`FedAvg` trusts every well-formed update. `robust.py` has rules for federations where a client may
+lie.
 """
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError, Options, option
 
 MAX_IMAGES = 10_000_000
 STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first round.
-# Of BatchNorm: what lies beyond would take hundreds of steps to be forgotten, and 3e38 is never forgotten. Images that
-# are not normalized, with 16 bits per value, stay well below.
+# Larger BatchNorm statistics would take hundreds of steps to be forgotten, and 3e38 is never
+# forgotten. Those of 16-bit images that are not normalized stay well below.
 MAX_STATISTICS = {"running_mean": 1e6, "running_var": 1e12}
-MAX_COUNT = 2**31  # by which a counter may move in a round
-# The part of an update's weights that lies along the global ones, at least. Training leaves in weights what they were:
-# it was 0.94 or more in all runs we measured, and only weight decay makes it small, to exp(-lr decay steps / (1 -
-# momentum)). Weights that were shrunk, turned round or replaced have none of it, or less.
+MAX_COUNT = 2**31  # by which a counter may change in a round
+# The smallest share of the global weights that an update's weights still contain. Training keeps
+# most of them (docs/robustness.md has what we measured), and only weight decay makes the share
+# small, to exp(-lr decay steps / (1 - momentum)). Weights that were shrunk, reversed or replaced
+# contain less, or a negative share.
 LEAST_KEPT = 0.01
-BACKBONE = "backbone."  # where the names of the encoder's tensors begin
+# A layer that is a smaller part of the weights' length may turn round: it may have begun at zero.
+LARGE_LAYER = 0.01
+STRAIGHT = 0.5  # cosine to the way back to zero from which on a layer's move counts as such
+BACKBONE = "backbone."  # prefix of the names of the encoder's tensors
 
 
 class BadUpdate(Exception):
@@ -32,100 +37,52 @@ class BadUpdate(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AggregateOptions:
+class AggregateOptions(Options):
     """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
 
-    rule: str = field(
-        default="mean",
-        metadata={"help": "mean | clip | median | trimmed | krum (short: aggregate=clip)"},
+    rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
+    clip: float = option(
+        2.0, "clip: largest norm of an update, in median norms of the round", above=0
     )
-    clip: float = field(
-        default=2.0,
-        metadata={"help": "clip: largest norm of an update, in median norms of the round"},
+    trim: float = option(
+        0.1, "trimmed: share of the clients left out at either end", at_least=0, below=0.5
     )
-    trim: float = field(
-        default=0.1, metadata={"help": "trimmed: share of the clients left out at either end"}
+    byzantine: int = option(1, "krum: f, how many clients of a round may be bad", at_least=0)
+    max_growth: float = option(
+        3.0,
+        "an update whose weights are this many times as long is refused; 0: any, shrunk ones too",
+        above=1,
+        at_most=math.inf,
+        also=(0,),
     )
-    byzantine: int = field(
-        default=1, metadata={"help": "krum: f, how many clients of a round may be bad"}
+    max_images: int = option(MAX_IMAGES, "a client that claims to own more is refused", at_least=1)
+    max_share: float = option(
+        1.0,
+        "largest share of a round's images that one client may count for; real sites: 0.5",
+        example=0.5,
+        above=0,
+        at_most=1,
     )
-    max_growth: float = field(
-        default=3.0,
-        metadata={
-            "help": "an update whose weights are this many times as long is refused; 0: any, shrunk ones too"
-        },
+    quarantine: int = option(
+        3,
+        "bad updates in a row after which a client is not asked again; 0: always ask",
+        at_least=0,
     )
-    max_images: int = field(
-        default=MAX_IMAGES, metadata={"help": "a client that claims to own more is refused"}
-    )
-    max_share: float = field(
-        default=1.0,
-        metadata={
-            "help": "largest share of a round's images that one client may count for; real sites: 0.5"
-        },
-    )
-    quarantine: int = field(
-        default=3,
-        metadata={
-            "help": "bad updates in a row after which a client is not asked again; 0: always ask"
-        },
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            "aggregate.clip", self.clip, 0 < self.clip < float("inf"), instead="aggregate.clip=2"
-        )
-        require(
-            "aggregate.trim",
-            self.trim,
-            0 <= self.trim < 0.5,
-            instead="a share in [0, 0.5), e.g. aggregate.trim=0.1",
-        )
-        require(
-            "aggregate.byzantine",
-            self.byzantine,
-            self.byzantine >= 0,
-            instead="aggregate.byzantine=1",
-        )
-        bound = self.max_growth == 0 or self.max_growth > 1
-        require(
-            "aggregate.max_growth",
-            self.max_growth,
-            bound,
-            instead="aggregate.max_growth=3, or 0 for no bound",
-        )
-        require(
-            "aggregate.max_images",
-            self.max_images,
-            self.max_images >= 1,
-            instead="aggregate.max_images=1 or more",
-        )
-        share = 0 < self.max_share <= 1
-        require(
-            "aggregate.max_share",
-            self.max_share,
-            share,
-            instead="a share in (0, 1], e.g. aggregate.max_share=0.5",
-        )
-        require(
-            "aggregate.quarantine",
-            self.quarantine,
-            self.quarantine >= 0,
-            instead="aggregate.quarantine=0 for never",
-        )
 
     def require_possible(self, min_clients: int) -> None:
-        """Raises a `UserError` if a round may have fewer good updates than the rule needs."""
+        """Raises an `OptionError` if a round may have fewer good updates than the rule needs."""
         needed = 2 * self.byzantine + 3
         if self.rule == "krum" and min_clients < needed:
-            raise UserError(
-                f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {needed} good updates in a round, "
-                f"federation.min_clients={min_clients}; type federation.min_clients={needed}"
+            problem = (
+                f"with {{rule}}=krum needs {needed} good updates in a round, "
+                f"and {{min_clients}}={min_clients}"
             )
+            advice = f"{{min_clients}}={needed}"
+            raise OptionError("byzantine", self.byzantine, problem, advice, AggregateOptions)
 
 
 class Aggregator:
-    """Takes the updates of a round and makes one state of them; what is common to all rules."""
+    """The base of all rules: checks the updates of a round and combines them into one state."""
 
     def __init__(
         self,
@@ -137,44 +94,44 @@ class Aggregator:
         """Starts without updates.
 
         Args:
-            reference: the state every update must match in names, shapes and dtypes: the current global state.
-            max_images: more than any client can own.
-            changes: names of tensors that clients send as a change already, such as SCAFFOLD's control variates.
+            reference: the current global state; every update must match its names, shapes and
+                dtypes.
+            max_images: a client that claims more images is refused.
+            changes: names of tensors that clients send as changes, such as SCAFFOLD's control
+                variates.
         """
         self._changes = frozenset(changes)
         self._reference = {name: tensor.detach() for name, tensor in reference.items()}
         self._max_images = max_images
-        self.max_growth = (
-            0.0  # An update whose weights are longer by this factor is refused; 0: any are taken.
-        )
-        self.max_share = 1.0  # of the images that one client may count for
+        self.max_growth = 0.0  # An update whose weights grew by this factor is refused; 0: none.
+        self.max_share = 1.0  # the largest share of the images that one client may count for
         self.num_images = 0
         self.num_clients = 0
-        self.remarks: dict[
-            int, str
-        ] = {}  # After `result`: whose update the rule did not take as it was, and how.
+        # By client, set by `result`: how the rule changed an update.
+        self.remarks: dict[int, str] = {}
 
     def add(self, state: Mapping[str, Tensor], num_images: int, client: int = 0) -> None:
-        """Takes one client in.
+        """Adds the update of one client.
 
         Args:
             state: its shared state after local training.
-            num_images: how many images it owns: its weight.
-            client: who it is.
+            num_images: how many images it owns, which is its weight.
+            client: its number.
 
         Raises:
-            BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite, a statistic impossible, the weights
-                are not near the reference's, or ``num_images`` is no number of images. All is as before.
+            BadUpdate: names, shapes or dtypes differ, a value is NaN or infinite, a statistic is
+                impossible, the weights are far from the reference, or ``num_images`` is not a
+                number of images. The update is not added.
         """
         norms = self._check(state, num_images)
         if self.max_growth:
-            self._check_growth(state, _length(norms))
+            self._check_growth(state, norms)
         self._take(state, num_images, client)
         self.num_images += num_images
         self.num_clients += 1
 
     def result(self) -> State:
-        """The new state in the dtypes of the reference; integer buffers (BatchNorm's step counter) are rounded."""
+        """The new state in the dtypes of the reference; integers are rounded."""
         if not self.num_clients:
             raise ValueError("no update was added")
         self.remarks = {}
@@ -184,34 +141,51 @@ class Aggregator:
     def _reference_length(self) -> float:
         return max(_length(_norms(self._floating(self._reference))), 1e-12)
 
-    def _check_growth(self, state: Mapping[str, Tensor], length: float) -> None:
+    def _check_growth(self, state: Mapping[str, Tensor], norms: Mapping[str, float]) -> None:
         """Raises `BadUpdate` if the weights are far from the reference.
 
-        Together the two bound the distance: of weights that are three times as long, to 3.2 lengths.
+        The first two checks together bound the distance: with max_growth=3, to 3.2 reference
+        lengths.
         """
-        if (growth := length / self._reference_length) > self.max_growth:
+        if (growth := _length(norms) / self._reference_length) > self.max_growth:
             raise BadUpdate(
-                f"its weights are {growth:.3g} times as long, aggregate.max_growth={self.max_growth:g}"
+                f"its weights are {growth:.3g} times as long, "
+                f"aggregate.max_growth={self.max_growth:g}"
             )
         if not (names := list(self._squares)):
             return
-        along = torch.stack(
+        products = torch.stack(
             [(state[name] * self._reference[name]).sum().double() for name in names]
         ).tolist()
+        along = dict(zip(names, products, strict=True))
         for start, what in (("", "weights"), (BACKBONE, "backbone")):
-            pairs = [
-                (new, self._squares[name])
-                for name, new in zip(names, along, strict=True)
-                if name.startswith(start)
-            ]
-            squared = math.fsum(old for _, old in pairs)
-            if (
-                squared > 1e-24
-                and (kept := math.fsum(new for new, _ in pairs) / squared) < LEAST_KEPT
-            ):
-                raise BadUpdate(
-                    f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
-                )
+            group = [name for name in names if name.startswith(start)]
+            self._require_kept(what, group, along)
+        for name in self._large_layers:
+            # A mean of layers of which one went straight back can be zero, and such a network sees
+            # nothing. Training and noise move a layer mostly sideways, and may take it far.
+            squared = self._squares[name]
+            moved = math.sqrt(max(squared - 2 * along[name] + norms[name] ** 2, 0.0))
+            if squared - along[name] > STRAIGHT * math.sqrt(squared) * moved:
+                self._require_kept(name, [name], along)
+
+    def _require_kept(self, what: str, names: Sequence[str], along: Mapping[str, float]) -> None:
+        squared = math.fsum(self._squares[name] for name in names)
+        if squared <= 1e-24:
+            return
+        if (kept := math.fsum(along[name] for name in names) / squared) < LEAST_KEPT:
+            raise BadUpdate(
+                f"its {what} kept {kept:.3g} of the global ones, possible is {LEAST_KEPT} or more"
+            )
+
+    @cached_property
+    def _large_layers(self) -> list[str]:
+        least = LARGE_LAYER**2 * math.fsum(self._squares.values())
+        return [
+            name
+            for name, squared in self._squares.items()
+            if self._reference[name].dim() > 1 and squared >= least
+        ]
 
     @cached_property
     def _squares(self) -> dict[str, float]:
@@ -261,29 +235,31 @@ class Aggregator:
                 raise BadUpdate(f"{name} moved by more than {MAX_COUNT}")
         norms = _norms(floating)
         statistics = [name for name in floating if name.endswith(STATISTICS)]
-        # A norm bounds each value. BatchNorm takes roots of variances: one below zero makes NaN of every image. None
-        # below zero, no rule makes one.
+        # A norm bounds each value. BatchNorm takes roots of variances, so a negative one makes
+        # every output NaN. From updates without one, no rule makes one.
         variances = [floating[name] for name in statistics if name.endswith("running_var")]
         negative = bool(variances) and bool((torch.cat(variances) < 0).any())
-        large = any(norms[name] > _most(name) for name in statistics)
+        large = any(norms[name] > _max_statistic(name) for name in statistics)
         if negative or large or not all(map(math.isfinite, norms.values())):
             for name, tensor in floating.items():
                 if not torch.isfinite(tensor).all():
                     raise BadUpdate(f"{name} holds NaN or infinity")
                 if name.endswith("running_var") and (tensor < 0).any():
                     raise BadUpdate(f"{name} holds negative variances")
-                if name in statistics and (tensor.abs() > _most(name)).any():
+                if name in statistics and (tensor.abs() > _max_statistic(name)).any():
+                    largest = tensor.abs().max().item()
                     raise BadUpdate(
-                        f"{name} holds {tensor.abs().max().item():.3g}, possible is {_most(name):g}"
+                        f"{name} holds {largest:.3g}, possible is {_max_statistic(name):g}"
                     )
         return norms
 
 
 class FedAvg(Aggregator):
-    """The mean of the clients' states, weighted by their number of images, folded in as they arrive.
+    """The mean of the clients' states, weighted by their number of images, updated as they arrive.
 
-    Only the running sum is kept, so memory does not grow with the number of clients. It is kept in float64: a float32
-    weight times an image count is then exact, so that the order of arrival does not show in the result.
+    Only the running sum is kept, so memory does not grow with the number of clients. The sum is in
+    float64: a float32 weight times an image count is exact then, and the order of arrival does not
+    change the result.
 
     Example:
         >>> average = FedAvg({"w": torch.zeros(1)})
@@ -293,37 +269,32 @@ class FedAvg(Aggregator):
         3.25
     """
 
-    def __init__(
-        self,
-        reference: Mapping[str, Tensor],
-        max_images: int = MAX_IMAGES,
-        *,
-        changes: Collection[str] = (),
-    ) -> None:
-        """Starts an empty average; the arguments are those of `Aggregator`."""
-        super().__init__(reference, max_images, changes=changes)
-        self._sums = self._zeros()
-        self._held: list[
-            tuple[int, int, list[Tensor]]
-        ] = []  # client, images, tensors, if shares are bounded
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        return self._zeros()
+
+    @cached_property
+    def _held(self) -> list[tuple[int, int, list[Tensor]]]:
+        """Client, images and tensors of each update, if shares are bounded."""
+        return []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         tensors = [state[name].detach() for name in self._reference]
-        if self.max_share < 1:  # For how many images a client counts is known when all are there.
+        if self.max_share < 1:  # The images that count are known when all updates are there.
             self._held.append((client, num_images, tensors))
         else:
-            # A list of another dtype is widened tensor by tensor as it is added: no second copy of the weights is made.
-            torch._foreach_add_(self._sums, tensors, alpha=num_images)
+            _add_to(self._sums, tensors, num_images)
 
     def _combine(self) -> State:
-        sums, images = self._sums, self.num_images
+        sums = self._sums
+        images = self.num_images
         if self._held:
-            sums, images = self._zeros(), 0
-            counts = counted(
-                dict(enumerate(claimed for _, claimed, _ in self._held)), self.max_share
-            )
+            sums = self._zeros()
+            images = 0
+            claims = dict(enumerate(claimed for _, claimed, _ in self._held))
+            counts = counted(claims, self.max_share)
             for (client, claimed, tensors), count in zip(self._held, counts.values(), strict=True):
-                torch._foreach_add_(sums, tensors, alpha=count)
+                _add_to(sums, tensors, count)
                 images += count
                 if count < claimed:
                     bound = f"aggregate.max_share={self.max_share:g}"
@@ -337,58 +308,61 @@ class FedAvg(Aggregator):
         ]
 
 
-def counted(images: Mapping[int, int], max_share: float) -> dict[int, int]:
-    """How many of their images clients count for, if none may have more than a share of all that count.
+def _add_to(sums: Sequence[Tensor], tensors: Sequence[Tensor], weight: int) -> None:
+    """Adds weighted tensors; they are widened to float64 one at a time."""
+    for total, tensor in zip(sums, tensors, strict=True):
+        total.add_(tensor, alpha=weight)
 
-    Those who claim too many are cut off to one number, the largest that obeys. Where clients are so few that each has
-    more than its share, all count alike.
+
+def counted(images: Mapping[int, int], max_share: float) -> dict[int, int]:
+    """How many images each client counts for, if none may have more than a share of all.
+
+    Clients that claim too many count for one number, the largest that obeys. If there are so few
+    clients that each has more than its share, all count alike.
 
     Args:
-        images: that each client claims, by client.
-        max_share: of one client.
+        images: the images that each client claims to own, by client.
+        max_share: the largest share of one client.
 
     Example:
         >>> counted({0: 300, 1: 100, 2: 10_000_000}, max_share=0.5)
         {0: 300, 1: 100, 2: 400}
     """
-    falling = sorted(images.values(), reverse=True)
-    rest, bound = sum(falling), float(falling[-1])
-    for above, most in enumerate(falling):
-        # With so many cut off to c it holds that c = max_share (above c + rest).
+    descending = sorted(images.values(), reverse=True)
+    rest = sum(descending)
+    bound = float(descending[-1])
+    for above, largest in enumerate(descending):
+        # If `above` clients count for c each, then c = max_share (above c + rest).
         possible = max_share * rest / (1 - max_share * above)
-        if most <= possible or max_share * (above + 1) >= 1:
+        if largest <= possible or max_share * (above + 1) >= 1:
             bound = max(possible, bound)
             break
-        rest -= most
+        rest -= largest
     return {client: min(count, math.floor(bound + 1e-6)) for client, count in images.items()}
 
 
 def _norms(floating: Mapping[str, Tensor]) -> dict[str, float]:
     """The norm of each tensor.
 
-    NaN and infinity survive a norm, far cheaper than a look at each value, and one question to the device for all
-    tensors. Huge but finite values may overflow it, so a bad norm is only a reason to look closer.
+    A norm shows NaN and infinity at a lower cost than a check of each value, and all norms are
+    copied from the device at once. Huge but finite values may overflow, so a bad norm is only a
+    reason to look closer.
     """
     if not floating:
         return {}
-    return dict(
-        zip(
-            floating,
-            torch.stack(torch._foreach_norm(list(floating.values()))).tolist(),
-            strict=True,
-        )
-    )
+    norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in floating.values()])
+    return dict(zip(floating, norms.tolist(), strict=True))
 
 
-def _most(name: str) -> float:
+def _max_statistic(name: str) -> float:
     return MAX_STATISTICS[name.rpartition(".")[2]]
 
 
 def _length(norms: Mapping[str, float]) -> float:
-    """Of all weights together, without BatchNorm's statistics."""
+    """The norm of all weights together, without BatchNorm's statistics."""
     return math.hypot(*(norm for name, norm in norms.items() if not name.endswith(STATISTICS)))
 
 
 def narrow(values: Tensor, reference: Tensor) -> Tensor:
-    """float64 values in the dtype of a tensor of the state; whole numbers by rounding, not by cutting off."""
+    """float64 values in the dtype of a tensor of the state; integers are rounded."""
     return (values if reference.is_floating_point() else values.round()).to(reference.dtype)

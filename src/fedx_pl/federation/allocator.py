@@ -1,27 +1,25 @@
-"""How the C library treats the memory that tensors leave behind on a CPU."""
+"""Tells the C library to keep the memory of freed CPU tensors."""
 
 import ctypes
 import sys
 
-# mallopt(3). A training step allocates and frees the same sizes again and again. By default glibc hands large blocks
-# back to the system at once and asks for them again a moment later, and the system zeroes every page in between.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-# The first one tells whether the others make sense: setting any of them ends glibc's own tuning.
-_USUAL = {
-    _MMAP_THRESHOLD: 32 << 20,
-    _TRIM_THRESHOLD: 64 << 20,
-    _TOP_PAD: 128 << 10,
-}  # where that tuning ends up
+# mallopt(3). A training step allocates and frees the same sizes again and again. By default glibc
+# returns large blocks to the system at once and asks for them again, and the system zeroes them.
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_THRESHOLD = -3
+# Setting any of them ends glibc's own tuning; these are the values that it arrives at.
+_USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
 _KEEP = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _TOP_PAD: 64 << 20}
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Lets the process keep freed memory for its next tensors, or (``keep=False``) behave as usual again.
+    """Keeps freed memory for the next tensors; ``keep=False`` returns to the usual behavior.
 
-    The peak stays what it was, give or take fragmentation; the memory just stays with the process.
+    The peak stays the same, apart from fragmentation; the memory just stays with the process.
 
     Returns:
-        Whether the C library is one that can be told.
+        Whether the C library supports it.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""What callbacks, engines and evaluations may ask of a trainer that has a model and images."""
+"""What callbacks, engines and evaluations may use of a trainer that has a model and images."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation import estimate, privacy
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, RoundRecord, Update
 from fedx_pl.federation.run_folder import read_run
+from fedx_pl.federation.run_state import RunState
 from fedx_pl.seeding import derive
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ class Attached:
     checkpoints: Checkpoints
     device: torch.device
     state: RunState
-    described: dict[str, Any] | None = (
-        None  # what the files of the run folder say, for its checkpoints
-    )
+    described: dict[str, Any] | None = None  # content of the run folder's files, for checkpoints
     global_state: GlobalState
     workplace: Any  # the engine
     _record: RoundRecord | None
@@ -62,7 +61,7 @@ class Attached:
 
     @property
     def current_round(self) -> int:
-        """The last round that is saved; 0 before the first."""
+        """The last saved round; 0 before the first."""
         return self.state.round
 
     @property
@@ -72,16 +71,16 @@ class Attached:
 
     @property
     def untrained(self) -> dict[str, float]:
-        """What the untrained network can do."""
+        """The accuracies of the untrained network."""
         return self.state.untrained
 
     @untrained.setter
-    def untrained(self, measures: dict[str, float]) -> None:
-        self.state.untrained = measures
+    def untrained(self, accuracies: dict[str, float]) -> None:
+        self.state.untrained = accuracies
 
     @property
     def seconds(self) -> float:
-        """How long all saved rounds took."""
+        """The duration of all saved rounds."""
         return self.state.seconds
 
     def due(self, round_number: int) -> tuple[bool, bool]:
@@ -93,13 +92,14 @@ class Attached:
     @property
     def num_sampled(self) -> int:
         """How many clients train in a round."""
-        known, sampled = self.datamodule.num_clients, self.clients_per_round
-        # `round` would make 2 of half of 5.
-        wanted = sampled if isinstance(sampled, int) else int(sampled * known + 0.5)
-        return max(min(wanted, known), self.min_clients, 1)
+        clients = self.datamodule.num_clients
+        sampled = self.clients_per_round
+        # `round` would turn half of 5 into 2.
+        wanted = sampled if isinstance(sampled, int) else int(sampled * clients + 0.5)
+        return max(min(wanted, clients), self.min_clients, 1)
 
     def choose_clients(self, round_number: int, present: Sequence[int] | None = None) -> list[int]:
-        """The clients of a round: all of them or a sample; of those ``present``, if they are given."""
+        """The clients of a round: all or a sample of them, or of those ``present`` if given."""
         able = np.arange(len(self.datamodule.clients)) if present is None else np.array(present)
         draw = np.random.default_rng(derive(self.seed, "clients", round_number))
         chosen = draw.choice(len(able), size=min(self.num_sampled, len(able)), replace=False)
@@ -112,17 +112,17 @@ class Attached:
         )
 
     def steps_of(self, client: int) -> int:
-        """Optimizer steps of a client in one round."""
+        """The optimizer steps of a client in one round."""
         return estimate.steps_of(self, client)
 
     def estimate_seconds(self, first_round: int = 1) -> float:
-        """Expected duration, from a few training steps and one batch of features; the model stays as it is."""
+        """The expected duration, by a few training steps; the model is not changed."""
         return estimate.run_seconds(self, first_round)
 
     def epsilon_after(self, round_number: int) -> float:
-        """What the client that was chosen most often has spent of its privacy by the end of a round.
+        """The epsilon that the client chosen most often has spent by the end of a round.
 
-        Which sites were there in which round is not known: one that has missed none is assumed.
+        Which sites took part in which round is not known, so one that took part in all is assumed.
         """
         most = round_number
         if self.datamodule.clients:
@@ -151,14 +151,14 @@ class Attached:
         )
 
     def memory_of(self, client: int) -> ClientMemory | None:
-        """What a client keeps between rounds; None if it has not trained yet."""
+        """A client's memory; None if it has not trained yet."""
         return self.checkpoints.load_client(client, self.state.clients.get(client))
 
     def train_client(self, client: int, tick: Callable[[], None]) -> Update:
-        """Trains one client for the round that would come next. The model then holds its weights; nothing is saved.
+        """Trains one client for the next round; the model then holds its weights. Saves nothing.
 
         Args:
-            client: who trains.
+            client: its number.
             tick: called after every step.
         """
         local = LocalTrainer(
@@ -169,20 +169,24 @@ class Attached:
             tick=tick,
         )
         number = self.current_round + 1
-        data, memory = self.client_data(client, number), self.memory_of(client)
-        return local.run(self._context(number), client=client, data=data, memory=memory)
+        return local.run(
+            self._context(number),
+            client=client,
+            data=self.client_data(client, number),
+            memory=self.memory_of(client),
+        )
 
     def load_checkpoint(self, folder: str | Path, round_number: int | None = None) -> None:
-        """Makes the model and the trainer's state what they were after a round of a run.
+        """Restores the model and the trainer's state after a round of a run.
 
         Args:
-            folder: of the run; it is only read.
-            round_number: whose checkpoint was kept; the newest one's if not given.
+            folder: the run folder; it is only read.
+            round_number: a round whose checkpoint was kept; the newest one if not given.
         """
-        found = read_run(Path(folder), round_number)
+        self.state, global_state = read_run(Path(folder), round_number)
+        self.global_state = global_state.to(self.device)
         self.folder = Path(folder)
         self.checkpoints = Checkpoints(self.folder, self.keep)
-        self.state, self.global_state = found[0], found[1].to(self.device)
         self.model.to(self.device)
         try:
             self.model.load_shared(self.global_state.weights)
@@ -191,32 +195,32 @@ class Attached:
                 f"{folder}: its weights are not those of its configuration ({error})"
             ) from error
 
-    # --- what callbacks may do ----------------------------------------------------------------------------------------
+    # --- for callbacks ----------------------------------------------------------------------------
 
     @property
     def alarms(self) -> list[str]:
-        """What went wrong in any round."""
+        """The alarms of all rounds."""
         return [alarm for callback in self.callbacks for alarm in getattr(callback, "alarms", [])]
 
     def name_of(self, client: int) -> str:
-        """A client's name for people."""
+        """A client's name in messages."""
         return self.workplace.name_of(client)
 
     def note(self, text: str) -> None:
-        """Tells the user something; within a round, it is kept with the round."""
+        """Shows a note to the user; within a round, the round's record keeps it."""
         if self._record is not None and self._record.number > self.current_round:
             self._record.notes.append(text)
             text = f"round {self._record.number}: {text}"
         self._call("on_note", text)
 
-    # --- what engines tell --------------------------------------------------------------------------------------------
+    # --- for engines ------------------------------------------------------------------------------
 
     def step(self, count: int = 1) -> None:
-        """Some client has taken optimizer steps."""
+        """Reports optimizer steps of any client."""
         self._call("on_client_steps", count)
 
     def working(self, worker: str, client: int | None) -> None:
-        """A worker takes up a client; None: it is idle."""
+        """Reports which client a worker trains; None: it is idle."""
         self._call("on_client_start", worker, client)
 
     def _call(self, hook: str, *arguments: Any) -> None:

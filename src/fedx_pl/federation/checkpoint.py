@@ -1,82 +1,64 @@
-"""What a run leaves on disk so that it can go on.
+"""What a run leaves on disk so that it can be resumed.
 
-    RUN/checkpoints/round_00012/global.safetensors     the global state after round 12
-    RUN/checkpoints/round_00012/state.json             metrics so far, every client's counters and checksums
-    RUN/checkpoints/round_00012/SHA256SUMS             of the two, as `sha256sum --check` reads it
-    RUN/checkpoints/best/                              the same two files of the round with the best accuracy so far
-    RUN/clients/00003_round_00012.safetensors          client 3's private tensors after its last training, in round 12
-    RUN/pending/00003.safetensors                      client 3's update of the round that is under way
-    RUN/pending/journal.jsonl                          a line for each: its round, checksums, counters and metrics
+    RUN/checkpoints/round_00012/                   a record of `files.store`, after round 12:
+        global.safetensors                         the global state state.json
+        metrics so far, each client's counters and checksum SHA256SUMS
+        of the two
+    RUN/checkpoints/best/                          the same of the round with the best accuracy so
+    far RUN/clients/00003_round_00012.safetensors      client 3's private tensors after round 12
+    RUN/pending/                                   updates of the current round, see `pending.py`
 
-A round is committed by one rename of its folder. Client files carry their round in their name, so a run that is killed
-in the middle of round 13 still finds what each client had when round 12 was committed. Weights are safetensors and the
-rest is JSON: nothing here is ever unpickled.
+A round is committed by one rename of its folder. Client files carry their round in their name, so a
+run that is killed in round 13 still finds what each client had when round 12 was committed.
 """
 
-import json
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Update
-from fedx_pl.federation.run_state import (
-    DAMAGED,
-    ClientRecord,
-    RunState,
-    real,
-    record_of,
-    state_of,
-    whole,
-)
+from fedx_pl.federation.run_state import DAMAGED, ClientRecord, RunState, state_of
 from fedx_pl.files import (
     UNFINISHED,
-    checksum,
-    json_text,
-    private_file,
-    read_verified,
     require_plain,
     require_there,
     round_folders,
-    sealed,
-    size_of,
-    sums_of,
     sync_folder,
-    tensor_bytes,
-    unsealed,
-    write_atomically,
 )
-from fedx_pl.files.reading import parse_json, parse_tensors, read_json
+from fedx_pl.files.reading import read_json
+from fedx_pl.files.store import (
+    VALUES,
+    load_record,
+    load_tensors,
+    save_record,
+    save_tensors,
+    verify_record,
+)
 
-# The folders of a run that this package writes to; a logger of the user's choice may have others beside them.
-FOLDERS = ("checkpoints", "clients", "pending", "evaluation", "tensorboard")
-FILES = ("global.safetensors", "state.json")  # of a round
-_LOOKS, _PAUSE = (
-    20,
-    0.05,
-)  # at a folder whose rounds are replaced while it is read; seconds between them
+# The folders of a run that this package writes to; the user's loggers may have others beside them.
+FOLDERS = ("checkpoints", "clients", "fork", "pending", "evaluation", "tensorboard")
+# Another process may replace rounds while they are read: then they are read again.
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.05
 
-_STATE, _LOSSES = "state/", "losses"
-BYTES_PER_SECOND = 400e6  # of writing and hashing, on an ordinary disk
-WORTH = 10.0  # An update is saved if training it took this many times as long as saving it.
+Checkpoint = tuple[RunState, GlobalState]
 
 
 class Checkpoints:
-    """Saves and finds the state of one run folder."""
+    """Saves and loads the state of one run folder."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         """Opens a run folder.
 
         Args:
-            folder: of the run.
+            folder: the run folder.
             keep: how many of the newest rounds stay on disk, at least 1.
 
         Raises:
@@ -85,239 +67,215 @@ class Checkpoints:
         require_plain(folder, FOLDERS)
         self._folder = folder
         self._rounds = folder / "checkpoints"
+        self._best = self._rounds / "best"
         self._clients = folder / "clients"
         self._keep = keep
 
     def save_client(self, update: Update) -> ClientRecord:
-        """Keeps a client's private tensors; they count once the round is committed."""
+        """Saves a client's private tensors; they count once the round is committed."""
         require_there(self._folder)
-        memory, content = update.memory, b""
-        if tensors := memory.tensors():
-            content = tensor_bytes(tensors)
-            write_atomically(self._client_file(update.client, memory.last_round), content)
+        memory = update.memory
+        file = self._client_file(update.client, memory.last_round)
+        tensors = memory.tensors()
+        sha256 = save_tensors(file, tensors) if tensors else ""
         return ClientRecord(
             last_round=memory.last_round,
             steps=memory.steps,
             epochs=memory.epochs,
-            sha256=checksum(content) if content else "",
+            sha256=sha256,
             images=update.num_images,
-            bytes=len(content),
+            bytes=file.stat().st_size if tensors else 0,
         )
 
     def load_client(self, client: int, record: ClientRecord | None) -> ClientMemory | None:
-        """Finds a client's memory again; None if it never trained."""
+        """Loads a client's memory; None if it never trained."""
         if record is None:
             return None
-        tensors: dict[str, Tensor] = {}
-        if record.sha256:
-            try:
-                tensors = parse_tensors(self._client_bytes(client, record))
-            except DAMAGED as error:
-                require_there(self._folder)
-                file = self._client_file(client, record.last_round)
-                rounds = [
-                    folder for folder in self._committed() if _number(folder) >= record.last_round
-                ]
-                raise UserError(
-                    f"{file} is missing or damaged, and client {client} cannot go on without it; to go back to a round "
-                    f"before it, remove {', '.join(map(str, rounds))} and type the same command"
-                ) from error
+        try:
+            tensors = self.require_client(client, record)
+        except DAMAGED as error:
+            require_there(self._folder)
+            file = self._client_file(client, record.last_round)
+            later = [folder for folder in self._committed() if _number(folder) >= record.last_round]
+            raise UserError(
+                f"{file} is missing or damaged, and client {client} cannot train without it; to "
+                f"return to a round before it, remove {', '.join(map(str, later))} and type the "
+                f"same command"
+            ) from error
         return ClientMemory.from_tensors(
             tensors, last_round=record.last_round, steps=record.steps, epochs=record.epochs
         )
 
-    def require_client(self, client: int, record: ClientRecord) -> None:
-        """Raises one of `DAMAGED` unless a client's memory is as it was saved."""
-        if record.sha256:
-            self._client_bytes(client, record)
-
-    def _client_bytes(self, client: int, record: ClientRecord) -> bytes:
-        content = self._client_file(client, record.last_round).read_bytes()
-        if checksum(content) != record.sha256:
-            raise ValueError("it does not match its checksum")
-        return content
+    def require_client(self, client: int, record: ClientRecord) -> dict[str, Tensor]:
+        """A client's private tensors, or one of `DAMAGED` if they are not as they were saved."""
+        if not record.sha256:
+            return {}
+        return load_tensors(self._client_file(client, record.last_round), record.sha256)
 
     def commit(self, state: RunState, global_state: GlobalState) -> None:
-        """Makes a round permanent, then clears what it replaces."""
+        """Makes a round permanent, then removes what it replaces."""
         require_there(self._folder)
-        weights = tensor_bytes(global_state.tensors())
-        files = dict(
-            zip(FILES, (weights, json_text(asdict(state), indent=1).encode()), strict=True)
-        )
-        folder = self._rounds / f"round_{state.round:05d}"
-        temporary = folder.with_name(f".{folder.name}{UNFINISHED}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        for name, content in (files | {"SHA256SUMS": sums_of(files)}).items():
-            write_atomically(temporary / name, content)
-        sync_folder(temporary)
         if self._clients.is_dir():
             sync_folder(self._clients)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
-        sync_folder(self._rounds)
+        save_record(self._round_folder(state.round), global_state.tensors(), asdict(state))
         self._keep_best(state.best)
         self.clear()
 
     def clear(self) -> None:
-        """Removes rounds beyond `keep` and client files that neither a remaining round nor the best refers to.
+        """Removes rounds beyond `keep`, and client files that no remaining checkpoint refers to.
 
-        Not within a round.
+        Not to be called within a round.
         """
         require_there(self._folder)
         for folder in self._committed()[: -self._keep]:
             shutil.rmtree(folder)
         needed = set()
-        for folder in self._kept():
+        for folder in [*self._committed(), *([self._best] if self._best.is_dir() else [])]:
             try:
-                records = read_json(folder / "state.json")["clients"]
+                records = read_json(folder / VALUES)["clients"]
                 needed |= {
                     self._client_file(int(client), record["last_round"])
                     for client, record in records.items()
                 }
             except DAMAGED:
-                return  # Who knows what it needs.
+                return  # What it refers to is unknown.
         for file in self._clients.glob("*.safetensors"):
             if file not in needed:
                 file.unlink()
 
-    def latest(self, *, mend: bool = True) -> tuple[RunState, GlobalState] | None:
-        """The newest committed round that is whole, or None for a new run.
+    def latest(self, *, mend: bool = True) -> Checkpoint | None:
+        """The newest undamaged round, or None for a new run.
 
         Args:
-            mend: put damaged ones aside; not in somebody else's run.
+            mend: rename damaged rounds and restore the best one; not in somebody else's run.
         """
-        before = None
-        for _ in range(_LOOKS):
+        previous = None
+        for _ in range(_ATTEMPTS):
             folders = self._committed()
-            found, damaged = self._newest(folders, private=mend)
-            look = (folders[-1:], [*damaged])
-            # Another process may train there and replace rounds while they are read; damage stays as it is.
-            if mend or not damaged or look == before:
+            newest, damaged = self._newest(folders, private=mend)
+            # Another process may train there and replace rounds while they are read. Damage stays.
+            seen = (folders[-1:], [*damaged])
+            if mend or not damaged or seen == previous:
                 break
-            before = look
-            time.sleep(_PAUSE)
-        if found is None:
-            if damaged and mend:
-                bad, reason = next(iter(damaged.items()))
-                raise UserError(
-                    f"no checkpoint in {self._rounds} is whole ({bad.name}: {reason}); nothing was changed. Put the "
-                    f"missing files back, or start anew with run.dir=ANOTHER"
-                )
-            for bad, reason in damaged.items():
-                warnings.warn(f"{bad} is damaged ({reason})", stacklevel=2)
-            return None
-        for bad, reason in damaged.items():
-            newer = bad.name != "best" and _number(bad) > found[0].round
-            outcome = (
-                f"going on from round {found[0].round}"
-                if newer
-                else f"round {found[0].round} is whole"
+            previous = seen
+            time.sleep(_PAUSE_SECONDS)
+        if newest is None and damaged and mend:
+            folder, reason = next(iter(damaged.items()))
+            raise UserError(
+                f"all checkpoints in {self._rounds} are damaged ({folder.name}: {reason}); nothing "
+                f"was changed. Put the missing files back, or start a new run in another folder"
             )
-            warnings.warn(f"{bad} is damaged ({reason}); {outcome}", stacklevel=2)
+        for folder, reason in damaged.items():
+            self._warn(folder, reason, newest)
             if mend:  # Out of the way, for people to look at: the round will be written again.
-                shutil.rmtree(aside := bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
-                bad.rename(aside)
-        if mend:
-            self._keep_best(found[0].best)
-        return found
+                aside = folder.with_name(f"damaged_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        if mend and newest is not None:
+            self._keep_best(newest[0].best)
+        return newest
+
+    def _warn(self, folder: Path, reason: Exception, newest: Checkpoint | None) -> None:
+        outcome = ""
+        if newest is not None:
+            number = newest[0].round
+            newer = folder != self._best and _number(folder) > number
+            outcome = f"; resuming from round {number}" if newer else f"; round {number} is intact"
+        warnings.warn(f"{folder} is damaged ({reason}){outcome}", stacklevel=3)
 
     def _newest(
         self, folders: list[Path], *, private: bool
-    ) -> tuple[tuple[RunState, GlobalState] | None, dict[Path, Exception]]:
-        """The newest round that is whole, and all that are not, with the reasons.
+    ) -> tuple[Checkpoint | None, dict[Path, Exception]]:
+        """The newest undamaged round, and all damaged ones with the reasons.
 
         Args:
             folders: of the rounds, the oldest first.
-            private: whether the clients' private states must be there, too; for who only looks, the weights are enough.
+            private: whether the clients' private states must be there, too; a reader needs only
+                the weights.
         """
-        found: tuple[RunState, GlobalState] | None = None
+        newest: Checkpoint | None = None
         damaged: dict[Path, Exception] = {}
         for folder in reversed(folders):
             try:
-                if found is not None:
-                    read_verified(folder, FILES)
+                if newest is not None:
+                    verify_record(folder)
                     continue
-                state, weights = self._read(folder)
+                checkpoint = self._read(folder)
                 if private:
-                    self._require_clients(state)
-                found = state, weights
+                    self._require_clients(checkpoint[0])
+                newest = checkpoint
             except DAMAGED as error:
                 damaged[folder] = error
-        if (best := self._rounds / "best").is_dir():
+        if self._best.is_dir():
             try:
-                self._read(best)
+                self._read(self._best)
             except DAMAGED as error:
-                damaged[best] = error
-        return found, damaged
+                damaged[self._best] = error
+        return newest, damaged
 
-    def read(self, round_number: int) -> tuple[RunState, GlobalState]:
+    def read(self, round_number: int) -> Checkpoint:
         """A committed round by its number, if it is among the newest or the best."""
-        folder = self._rounds / f"round_{round_number:05d}"
         try:
             try:
-                return self._read(folder)
+                return self._read(self._round_folder(round_number))
             except DAMAGED:  # Or removed while it was read.
-                if (found := self._read(self._rounds / "best"))[0].round == round_number:
-                    return found
+                best = self._read(self._best)
+                if best[0].round == round_number:
+                    return best
                 raise
         except DAMAGED as error:
             kept = ", ".join(map(str, self.rounds()))
             raise UserError(
-                f"there is no checkpoint of round {round_number} ({error}); there are: {kept or 'none'}. "
-                f"run.keep=N keeps the last N, and the best"
+                f"there is no checkpoint of round {round_number} ({error}); there are: "
+                f"{kept or 'none'}. run.keep=N keeps the last N, and the best"
             ) from error
 
     def rounds(self) -> list[int]:
-        """The numbers that `read` knows, the best's among them."""
-        found = set(map(_number, self._committed()))
-        with suppress(*DAMAGED):  # None was measured yet, or it cannot be read.
-            found.add(int(read_json(self._rounds / "best" / "state.json")["round"]))
-        return sorted(found)
+        """The rounds that `read` can return, including the best."""
+        numbers = set(map(_number, self._committed()))
+        with suppress(*DAMAGED):  # There is none yet, or it cannot be read.
+            numbers.add(int(read_json(self._best / VALUES)["round"]))
+        return sorted(numbers)
 
-    def _read(self, folder: Path) -> tuple[RunState, GlobalState]:
-        weights, manifest = read_verified(folder, FILES).values()
-        state = state_of(parse_json(manifest))
-        if folder.name != "best" and state.round != _number(folder):
+    def _read(self, folder: Path) -> Checkpoint:
+        tensors, values = load_record(folder)
+        state = state_of(values)
+        if folder != self._best and state.round != _number(folder):
             raise ValueError(f"it says that it is round {state.round}")
-        return state, GlobalState.from_tensors(parse_tensors(weights))
+        return state, GlobalState.from_tensors(tensors)
 
     def _require_clients(self, state: RunState) -> None:
-        """Private states are there and as long as they were; their checksums are looked at when they are read."""
+        """Checks the sizes of private states; their checksums are checked when they are loaded."""
         for client, record in state.clients.items():
             file = self._client_file(client, record.last_round)
             if record.sha256 and (not file.exists() or file.stat().st_size != record.bytes):
                 raise ValueError(f"{file.name} is missing or cut off")
 
     def _keep_best(self, round_number: int) -> None:
-        """Keeps a round under another name, by links: the weights are on the disk once."""
-        folder, best, temporary = (
-            self._rounds / f"round_{round_number:05d}",
-            self._rounds / "best",
-            self._rounds / f".best{UNFINISHED}",
-        )
+        """Keeps a round under another name, by hard links: the weights are on disk once."""
+        folder = self._round_folder(round_number)
         try:
-            kept = read_json(best / "state.json")["round"]
+            kept = read_json(self._best / VALUES)["round"]
         except DAMAGED:
             kept = None
         if kept == round_number or not folder.is_dir():
             return
+        temporary = self._rounds / f".best{UNFINISHED}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             shutil.copytree(folder, temporary, copy_function=os.link)
         except OSError:  # Some file systems have no links.
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(folder, temporary)
-        shutil.rmtree(
-            best, ignore_errors=True
-        )  # If this is the end, the next start makes it again from the round.
-        os.replace(temporary, best)
+        # If the process is killed here, the next start makes it again from the round.
+        shutil.rmtree(self._best, ignore_errors=True)
+        os.replace(temporary, self._best)
 
     def _committed(self) -> list[Path]:
         return round_folders(self._rounds)
 
-    def _kept(self) -> list[Path]:
-        best = self._rounds / "best"
-        return [*self._committed(), *([best] if best.is_dir() else [])]
+    def _round_folder(self, round_number: int) -> Path:
+        return self._rounds / f"round_{round_number:05d}"
 
     def _client_file(self, client: int, round_number: int) -> Path:
         return self._clients / f"{client:05d}_round_{round_number:05d}.safetensors"
@@ -325,132 +283,3 @@ class Checkpoints:
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("round_"))
-
-
-class UnfinishedRound:
-    """Saves and finds the updates of the round that is under way.
-
-    Its files are not synced to the disk one by one. They outlive the process, whatever ends it; after a power loss one
-    may be torn, which its checksum shows, and that client trains again. Each line of the journal has a checksum, too.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Opens a run folder.
-
-        Args:
-            folder: of the run.
-        """
-        self._run = folder
-        self._folder = folder / "pending"
-        self._journal = self._folder / "journal.jsonl"
-
-    def save(self, round_number: int, update: Update, record: ClientRecord) -> None:
-        """Keeps an update, if it is cheaper to save than to train again.
-
-        Args:
-            round_number: that it belongs to.
-            update: with its weights.
-            record: of the client's private state, which is saved already.
-        """
-        if update.seconds < WORTH * size_of(update.state.tensors()) / BYTES_PER_SECOND:
-            return
-        require_there(self._run)
-        tensors = {_STATE + name: tensor for name, tensor in update.state.tensors().items()} | {
-            _LOSSES: update.losses
-        }
-        content = tensor_bytes(tensors)
-        write_atomically(self._file(update.client), content, sync=False, private=True)
-        told = {
-            "num_images": update.num_images,
-            "images_seen": update.images_seen,
-            "seconds": update.seconds,
-            "data_seconds": update.data_seconds,
-            "loss_names": update.loss_names,
-            "metrics": update.metrics,
-        }
-        line = {
-            "round": round_number,
-            "client": update.client,
-            "sha256": checksum(content),
-            "record": asdict(record),
-            "told": told,
-        }
-        with open(self._journal, "a", opener=private_file) as journal:
-            journal.write(json.dumps(sealed(line)) + "\n")
-
-    def load(self, round_number: int) -> Iterator[tuple[Update, ClientRecord]]:
-        """The updates of a round that are whole, in the order they were saved, each client's once."""
-        lines = {
-            line.get("client"): line for line in self._lines() if line.get("round") == round_number
-        }
-        checkpoints = Checkpoints(self._run)
-        for line in lines.values():
-            try:
-                update, record = self._read(line)
-                checkpoints.require_client(update.client, record)
-            except DAMAGED:
-                continue  # Torn by a power loss: this client trains again.
-            yield update, record
-
-    def forget(self, client: int, *, before: float) -> bool:
-        """Drops a client's update if it was saved before a time; whether there was one."""
-        file = self._file(client)
-        if not file.exists() or file.stat().st_mtime > before:
-            return False
-        file.unlink()
-        return True
-
-    def clear(self) -> None:
-        """Forgets everything: the round is committed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _read(self, line: dict[str, Any]) -> tuple[Update, ClientRecord]:
-        content = self._file(line["client"]).read_bytes()
-        if checksum(content) != line["sha256"]:
-            raise ValueError("torn")
-        tensors, record, told = parse_tensors(content), record_of(line["record"]), line["told"]
-        losses, names, metrics = (
-            tensors.pop(_LOSSES),
-            tuple(told["loss_names"]),
-            dict(told["metrics"]),
-        )
-        if (
-            not losses.is_floating_point()
-            or losses.shape[1:] != (len(names),)
-            or "total" not in names
-        ):
-            raise ValueError("its losses have no names")
-        if record.last_round != line["round"]:
-            raise ValueError("its memory is of another round")
-        state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items()}
-        update = Update(
-            client=line["client"],
-            num_images=whole(told["num_images"]),
-            state=GlobalState.from_tensors(state),
-            memory=ClientMemory(
-                last_round=record.last_round, steps=record.steps, epochs=record.epochs
-            ),
-            losses=losses,
-            loss_names=names,
-            images_seen=whole(told["images_seen"]),
-            metrics={name: real(value) for name, value in metrics.items()},
-            seconds=real(told["seconds"]),
-            data_seconds=real(told["data_seconds"]),
-        )
-        return update, record
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        try:
-            text = self._journal.read_text()
-        except (OSError, UnicodeDecodeError):
-            return
-        for line in text.splitlines():
-            try:
-                found = unsealed(parse_json(line))
-                whole(found["client"])
-            except DAMAGED:
-                continue  # Torn or damaged: this client trains again.
-            yield found
-
-    def _file(self, client: int) -> Path:
-        return self._folder / f"{client:05d}.safetensors"

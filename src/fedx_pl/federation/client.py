@@ -20,18 +20,23 @@ from fedx_pl.errors import UserError
 from fedx_pl.federation.device import resolve_precision
 from fedx_pl.federation.privacy import PrivacyOptions, protect
 from fedx_pl.federation.regularizers import Regularizer
-from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update, mean
+from fedx_pl.federation.round import (
+    ClientMemory,
+    GlobalState,
+    RoundContext,
+    Update,
+    mean,
+    number_of,
+)
 from fedx_pl.methods.base import LocalRound, SSLMethod, State, copy_state
 from fedx_pl.seeding import derive
 
-INITIAL_SCALE = (
-    2.0**13
-)  # of a client's loss in half precision; torch's own, 2**16, often overflows at first
-SCALE_STATE = ("scale", "_growth_tracker")  # of a GradScaler, what a client keeps
+INITIAL_SCALE = 2.0**13  # of the loss in half precision; torch's 2**16 often overflows at first
+SCALE_STATE = ("scale", "_growth_tracker")  # the part of a GradScaler's state that a client keeps
 
 
 class LocalTrainer:
-    """Trains clients one after the other on one model instance, with a new Lightning `Trainer` for each."""
+    """Trains clients in turn on one model instance, with a new Lightning `Trainer` for each."""
 
     def __init__(
         self,
@@ -47,21 +52,21 @@ class LocalTrainer:
         tick: Callable[[], None] = lambda: None,
         max_batches: int = 0,
     ) -> None:
-        """Keeps what is shared by all fits.
+        """Keeps what all fits share.
 
         Args:
             model: takes every client's weights in turn; it moves to the device and stays there.
             device: where it trains.
             precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``, or ``auto``.
-            compile: `torch.compile` the networks, once: later clients only copy weights in.
-            regularizer: holds clients together by their weights.
+            compile: `torch.compile` the networks once; later clients only copy weights in.
+            regularizer: keeps the clients' weights close.
             privacy: what is done to an update before it is returned.
-            secret_noise: draw its noise from the operating system, not from the run's seed. A must where the client
-                is real: everyone knows the seed.
-            callbacks: Lightning callbacks of every fit. One that has a method `round_metrics` adds its numbers to
-                those of the update, but not under noise.
+            secret_noise: draw the noise from the operating system instead of the run's seed. Real
+                clients must, since everyone knows the seed.
+            callbacks: Lightning callbacks of every fit. If one has a method `round_metrics`, its
+                numbers are added to those of the update, but not under noise.
             tick: called after every step.
-            max_batches: of an epoch, for a trial run; 0: all.
+            max_batches: batches of an epoch, for a trial run; 0: all.
         """
         self.model = model.to(device)
         if compile:
@@ -74,9 +79,9 @@ class LocalTrainer:
         self.secret_noise = secret_noise
         rates = _LearningRates()
         self.callbacks = [self.regularizer, rates, *callbacks, _Tick(tick)]
-        # What is measured on images would tell of them what the noise is to hide.
-        self._telling = [rates] if self.privacy.noise else [rates, *callbacks]
-        # A client keeps its loss scale from round to round: a fresh one would skip the first steps of every fit.
+        # Skipped under DP noise, since numbers measured on images would leak.
+        self._reporting = [rates] if self.privacy.noise else [rates, *callbacks]
+        # A client keeps its loss scale, since a fresh one would skip the first steps of every fit.
         self.scaler = (
             torch.amp.GradScaler(device.type, INITIAL_SCALE)
             if self.precision == "16-mixed"
@@ -91,11 +96,11 @@ class LocalTrainer:
         data: ClientData,
         memory: ClientMemory | None = None,
     ) -> Update:
-        """Trains one client for the round's local epochs; the result depends on nothing but the arguments."""
+        """Trains one client for a round; the result depends on the arguments only."""
         started = time.perf_counter()
         before = memory or ClientMemory()
         seed = derive(context.seed, "train", context.round, client)
-        torch.manual_seed(seed)  # For whatever a method draws by itself: dropout, a fresh queue.
+        torch.manual_seed(seed)  # For what a method draws by itself: dropout, a new queue.
         self._receive(context, memory)
         self.model.start_round(
             LocalRound(
@@ -128,9 +133,7 @@ class LocalTrainer:
             strategy=_StayOnDevice(self.device),
             precision=None if plugins else self.precision,  # type: ignore[arg-type]
             plugins=plugins or None,
-            callbacks=list(
-                self.callbacks
-            ),  # Lightning adds those of entry points to the list that it is given.
+            callbacks=list(self.callbacks),  # A copy: Lightning adds those of entry points to it.
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -139,7 +142,7 @@ class LocalTrainer:
         )
 
     def _receive(self, context: RoundContext, memory: ClientMemory | None) -> None:
-        """Becomes the client: the global state, then what the client kept."""
+        """Loads the global state, then what the client kept."""
         kept = memory or ClientMemory()
         absent = context.round - 1 - kept.last_round if memory else 0
         self.model.receive(context.global_state.weights, kept.private if memory else None, absent)
@@ -154,7 +157,8 @@ class LocalTrainer:
     def _update(
         self, context: RoundContext, client: int, data: ClientData, before: ClientMemory
     ) -> Update:
-        model, losses = self.model, self.model.loss_history()
+        model = self.model
+        losses = model.loss_history()
         for_server, kept_by_regularizer = self.regularizer.finish(model)
         seed = None if self.secret_noise else derive(context.seed, "privacy", context.round, client)
         weights, norms = protect(
@@ -163,9 +167,9 @@ class LocalTrainer:
         scale = self.scaler.state_dict() if self.scaler else {}
         metrics = model.round_metrics() | norms
         metrics |= {"loss_scale": scale["scale"]} if scale else {}
-        for callback in self._telling:
+        for callback in self._reporting:
             metrics |= callback.round_metrics() if hasattr(callback, "round_metrics") else {}
-        metrics = {name: _number(name, value) for name, value in metrics.items()}
+        metrics = {name: _metric(name, value) for name, value in metrics.items()}
         memory = ClientMemory(
             private=model.private_state(),
             batchnorm=_copied(batchnorm_statistics(model)) if context.batchnorm == "local" else {},
@@ -188,7 +192,7 @@ class LocalTrainer:
 
 
 def batchnorm_statistics(model: SSLMethod) -> State:
-    """Running means and variances of the shared network, by name, not copied."""
+    """The running means and variances of the shared network by name, not copied."""
     private = model.private_names()
     return {
         f"{module_name}.{name}": buffer
@@ -199,15 +203,14 @@ def batchnorm_statistics(model: SSLMethod) -> State:
     }
 
 
-def _number(name: str, value: Any) -> float:
-    """A plain number, also of a tensor or an array of one."""
-    if isinstance(value, int | float):
-        return value
-    if getattr(value, "shape", None) != ():
+def _metric(name: str, value: Any) -> float:
+    try:
+        return number_of(value)
+    except TypeError as error:
         raise UserError(
-            f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its mean"
-        )
-    return value.item()
+            f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its "
+            f"mean"
+        ) from error
 
 
 def _copied(state: State) -> State:
@@ -215,25 +218,24 @@ def _copied(state: State) -> State:
 
 
 class _StayOnDevice(SingleDeviceStrategy):
-    """Leaves the module where it is after a fit; Lightning would move it to the CPU and empty the GPU's cache."""
+    """Leaves the module on its device after a fit; Lightning would move it to the CPU."""
 
     def teardown(self) -> None:
-        self.optimizers = []  # A Trainer is full of cycles: the momentum would live on until Python happens to collect.
+        # A Trainer is full of reference cycles: momentum would stay until Python collects them.
+        self.optimizers = []
         self.precision_plugin.teardown()
 
 
 class _LearningRates(pl.Callback):
-    """Reads the learning rate of every step from the optimizer itself, which may be the method's own.
-
-    Of several parameter groups it is that of the group with the most parameters.
-    """
+    """Records the learning rate of every step, of the parameter group with the most parameters."""
 
     def __init__(self) -> None:
         self._group: dict[str, Any] = {}
         self._rates: list[float | Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._group, self._rates = {}, []
+        self._group = {}
+        self._rates = []
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if groups:
             self._group = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))
@@ -241,17 +243,17 @@ class _LearningRates(pl.Callback):
     def on_before_optimizer_step(self, *_: Any) -> None:
         rate = self._group.get("lr")
         if rate is not None:
-            # A tensor's value would have to be waited for: it is read when the round is over.
+            # Reading a tensor would wait for the device, so that is done at the end of the round.
             self._rates.append(rate.detach().clone() if isinstance(rate, Tensor) else rate)
 
     def round_metrics(self) -> dict[str, float]:
-        """``lr`` of the round, the mean over its steps; nothing without an optimizer."""
+        """``lr``, the mean over the round's steps; nothing without an optimizer."""
         rates = [float(rate) for rate in self._rates]
         return {"lr": mean(rates)} if rates else {}
 
 
 class _Tick(pl.Callback):
-    """Tells of every step."""
+    """Calls `tick` after every batch."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self.tick = tick
@@ -262,20 +264,17 @@ class _Tick(pl.Callback):
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Silences Lightning, which greets and takes leave at every `fit`, and keeps Ctrl-C an exception."""
+    """Silences Lightning, which prints at every `fit`, and makes Ctrl-C a KeyboardInterrupt."""
     logger = logging.getLogger("pytorch_lightning")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
-            warnings.filterwarnings(
-                "ignore", ".*isinstance.treespec, LeafSpec.*"
-            )  # Lightning on a newer torch
+            # Lightning on a newer torch.
+            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")
             yield
-    except (
-        SystemExit
-    ):  # Lightning turns Ctrl-C into an exit and stops listening for it; there is a run to save.
+    except SystemExit:  # Lightning turns Ctrl-C into an exit and removes the signal handler.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt from None
     finally:

@@ -1,4 +1,4 @@
-"""Steps 2 and 3 of a round: every client's update is folded into the average as it comes back."""
+"""Steps 2 and 3 of a round: every client's update is aggregated as it arrives."""
 
 from __future__ import annotations
 
@@ -12,45 +12,44 @@ from fedx_pl.federation.round import GlobalState, Lost, RoundRecord, Update
 from fedx_pl.files import size_of
 
 if TYPE_CHECKING:
-    from fedx_pl.federation.checkpoint import ClientRecord
+    from fedx_pl.federation.run_state import ClientRecord
     from fedx_pl.trainer import FederatedTrainer
 
 
 def collect(
     trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator
 ) -> dict[int, ClientRecord]:
-    """Aggregates updates: those that an earlier process had saved, then the others as they come.
+    """Aggregates updates: first those that an earlier process saved, then others as they arrive.
 
     Args:
-        trainer: whose engine trains the clients.
-        record: of the round; it learns of every update.
-        rule: takes the updates.
+        trainer: its engine trains the clients.
+        record: the round's record; every update is added to it.
+        rule: aggregates the updates.
 
     Returns:
-        Where each client's memory was saved.
+        The records of the clients' saved memories, by client.
     """
     saved: dict[int, ClientRecord] = {}
     record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
-    for update, where in trainer.unfinished.load(record.number):
+    for update, client_record in trainer.unfinished.load(record.number):
         if trainer.datamodule.clients and update.client not in record.clients:
-            continue  # Of nobody here. Which real sites there are, only the engine knows.
+            continue  # Of no client here. Real sites are known to the engine only.
         update = replace(update, state=update.state.to(trainer.device))
-        came = record.bytes_up
+        bytes_before = record.bytes_up
         try:
             _aggregate(record, rule, update)
         except BadUpdate as reason:  # It was good when it was saved.
-            record.bytes_up = came
+            record.bytes_up = bytes_before
             trainer.note(
                 f"the saved update of {trainer.name_of(update.client)} is left out: {reason}"
             )
             continue
         record.resumed.append(update.client)
         _keep(trainer, record, update)
-        saved[update.client] = where
+        saved[update.client] = client_record
     waiting = [client for client in record.clients if client not in record.resumed]
-    for outcome in (
-        trainer.workplace.run(record.context, waiting, trainer.memory_of) if waiting else ()
-    ):
+    outcomes = trainer.workplace.run(record.context, waiting, trainer.memory_of) if waiting else ()
+    for outcome in outcomes:
         try:
             if isinstance(outcome, Lost):
                 raise BadUpdate(outcome.reason)
@@ -58,41 +57,47 @@ def collect(
         except BadUpdate as reason:
             _refuse(trainer, record, outcome, reason=str(reason))
         else:
-            where = trainer.checkpoints.save_client(outcome)
-            trainer.unfinished.save(record.number, outcome, where)
+            client_record = trainer.checkpoints.save_client(outcome)
+            trainer.unfinished.save(record.number, outcome, client_record)
             _keep(trainer, record, outcome)
-            saved[outcome.client] = where
-    record.updates.sort(key=lambda update: update.client)  # In whatever order they came.
+            saved[outcome.client] = client_record
+    record.updates.sort(key=lambda update: update.client)  # The order of arrival must not matter.
     return saved
 
 
 def require_enough(trainer: FederatedTrainer, record: RoundRecord) -> None:
     """Raises a `UserError` if a round has too few good updates."""
-    number, good, told = record.number, len(record.updates), trainer.description
+    number = record.number
+    good = len(record.updates)
+    identity = trainer.description
     if good < trainer.min_clients:
-        again = "type the same command" if told.typed else "call fit again"
-        asking = (
-            "aggregate.quarantine=0" if told.typed else "aggregate=AggregateOptions(quarantine=0)"
+        again = "type the same command" if identity.typed else "call fit again"
+        none = (
+            "aggregate.quarantine=0"
+            if identity.typed
+            else "aggregate=AggregateOptions(quarantine=0)"
         )
+        minimum = f"{identity.key('min_clients')}={trainer.min_clients}"
         raise UserError(
-            f"round {number} has {good} good updates, {told.key('min_clients')}={trainer.min_clients}; "
-            f"round {number - 1} is saved in {trainer.folder}. When the clients named above are mended, {again} to go "
-            f"on with round {number}; add {asking} to ask those in quarantine, too"
+            f"round {number} has {good} good updates, {minimum}; round {number - 1} is saved in "
+            f"{trainer.folder}. When the clients named above are repaired, {again} to resume with "
+            f"round {number}; add {none} to ask clients in quarantine, too"
         )
 
 
 def next_state(
     trainer: FederatedTrainer, record: RoundRecord, rule: Aggregator, saved: dict[int, ClientRecord]
 ) -> GlobalState:
-    """The averaged weights, and what the regularizer's server makes of the averaged rest."""
-    met = (trainer.state.clients | saved).items()  # Of real sites, only those are known.
+    """The next global state: the aggregated weights, and the regularizer's next server tensors."""
     started = time.perf_counter()
     owned = dict(enumerate(map(len, trainer.datamodule.clients)))
-    owned = owned or {client: known.images for client, known in met if known.images}
+    if not owned:  # Of real sites, only those that have trained are known.
+        seen = (trainer.state.clients | saved).items()
+        owned = {client: memory.images for client, memory in seen if memory.images}
     images = counted(owned, trainer.aggregate.max_share)
-    took_part = sum(images[update.client] for update in record.updates) / sum(images.values())
+    share = sum(images[update.client] for update in record.updates) / sum(images.values())
     combined = GlobalState.from_tensors(rule.result())
-    server = trainer.regularizer.fold(trainer.global_state.server, combined.server, took_part)
+    server = trainer.regularizer.fold(trainer.global_state.server, combined.server, share)
     record.aggregate_seconds += time.perf_counter() - started
     for client, remark in rule.remarks.items():
         trainer.note(f"{trainer.name_of(client)}: {remark}")
@@ -100,10 +105,10 @@ def next_state(
 
 
 def _aggregate(record: RoundRecord, rule: Aggregator, update: Update) -> None:
-    """Folds an update into the average, or raises `BadUpdate`."""
+    """Adds an update to the rule, or raises `BadUpdate`."""
     started = time.perf_counter()
     tensors = update.state.tensors()
-    record.bytes_up += size_of(tensors)  # Also if it is refused: it came.
+    record.bytes_up += size_of(tensors)  # Refused updates count as traffic, too.
     rule.add(tensors, update.num_images, update.client)
     record.aggregate_seconds += time.perf_counter() - started
 

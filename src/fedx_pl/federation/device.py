@@ -1,18 +1,17 @@
-"""Where and in which precision a process trains."""
+"""The device and the precision that a process trains with."""
 
 from collections.abc import Sequence
 
 import torch
 
 from fedx_pl.errors import UserError
+from fedx_pl.options import OptionError
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, 32-true on a CPU."""
+    """Replaces ``auto``: bf16-mixed on GPUs that have it, 16-mixed on older ones, else 32-true."""
     if precision == "16-mixed" and device.type == "cpu":
-        raise UserError(
-            "optim.precision=16-mixed needs a GPU; type optim.precision=auto, 32-true or bf16-mixed"
-        )
+        raise OptionError("precision", precision, "needs a GPU", "auto, 32-true or bf16-mixed")
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -21,14 +20,13 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto``: the GPU if there is one."""
+    """The device of a name; ``auto`` is the GPU if there is one."""
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"run.device={name}: this machine has {torch.cuda.device_count()} usable GPUs; type run.device=auto"
-        )
+        problem = f"asks for a GPU that is not there; usable GPUs: {torch.cuda.device_count()}"
+        raise OptionError("accelerator", name, problem, "auto")
     # With its number: Lightning selects the GPU by it.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

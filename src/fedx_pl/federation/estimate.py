@@ -1,7 +1,7 @@
-"""How long an optimizer step takes, measured on the model that is about to train, without leaving a trace in it.
+"""Estimates how long a run will take, by a few steps of the model that is about to train.
 
-Nothing of a method runs but its forward and backward pass: no hooks, no callbacks, no optimizer. The model is not
-copied either, since not every module can be. Its tensors and attributes are put back instead.
+Only the forward and backward pass run: no hooks, no callbacks, no optimizer. The model is not
+copied, since not every module can be; its tensors and attributes are restored instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from fedx_pl.mixins.base import Mixin
 if TYPE_CHECKING:
     from fedx_pl.federation.attached import Attached
 
-BUDGET_SECONDS = 3.0  # No further step begins after them.
+# The estimate is the fastest of so many steps, or of those that begin within so many seconds.
+STEPS = 6
+BUDGET_SECONDS = 3.0
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
@@ -43,21 +45,24 @@ def step_seconds(
 ) -> float:
     """Seconds of one step, from making the batch to its gradients: the best of a few.
 
-    The optimizer's own work is left out; it is small beside the backward pass.
+    The optimizer is left out; its time is small compared with the backward pass.
 
     Args:
-        model: of the run; the same before and after.
-        data: of a client.
-        local: what the loss may ask of the round.
-        device: where training happens; the model moves there.
+        model: the run's model; it is not changed.
+        data: a client's batches.
+        local: the round that the loss may ask for.
+        device: where the model trains; it moves there.
         precision: Lightning's name, e.g. ``32-true`` or ``bf16-mixed``.
     """
     model.to(device)
 
     def best(loss: Callable[[Views], Tensor]) -> float:
         batches = itertools.chain.from_iterable(data.epoch(number) for number in itertools.count())
-        fastest, spent = float("inf"), 0.0
-        while spent < BUDGET_SECONDS:
+        fastest = float("inf")
+        spent = 0.0
+        for _ in range(STEPS):
+            if spent >= BUDGET_SECONDS:
+                break
             started = time.perf_counter()
             with torch.autocast(
                 device.type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST
@@ -68,7 +73,8 @@ def step_seconds(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
-            fastest, spent = min(fastest, seconds), spent + seconds
+            fastest = min(fastest, seconds)
+            spent += seconds
         return fastest
 
     with restored(model):
@@ -82,29 +88,31 @@ def step_seconds(
             return best(lambda batch: model.loss(batch, model.embed_views(batch)).total)
         except UserError:
             raise
-        except Exception as error:  # What a loss needs of a hook or of the Trainer is not there.
+        except Exception as error:  # The loss may need a hook or the Trainer.
             reason = f"{type(error).__name__}: {error}"
     with restored(model):
         model.train()
         warnings.warn(
-            f"the estimated time is that of the network alone: {type(model).__name__}.loss() does not run "
-            f"outside a round ({reason})",
+            f"the estimated time is that of the network alone: {type(model).__name__}.loss() does "
+            f"not run outside a round ({reason})",
             stacklevel=2,
         )
         return best(lambda batch: model.embed_views(batch).first.float().square().mean())
 
 
 def run_seconds(trainer: Attached, first_round: int = 1) -> float:
-    """Expected duration of a run from a round on, from a few training steps and one batch of features.
+    """The expected duration of a run, by a few training steps and one batch of features.
 
     Args:
-        trainer: with model and images; both stay as they are.
-        first_round: that is still to be trained.
+        trainer: with model and images, which are not changed.
+        first_round: the first round that is still to be trained.
     """
-    clients, rounds, model = trainer.datamodule.clients, trainer.max_rounds, trainer.model
+    clients = trainer.datamodule.clients
+    rounds = trainer.max_rounds
+    model = trainer.model
     largest = max(range(len(clients)), key=lambda client: len(clients[client]))
     data = trainer.client_data(largest, round_number=1)
-    # As in the last round: before it, a warm-up may leave terms out that the other rounds have.
+    # The last round, since a warm-up may leave out terms that the other rounds have.
     local = LocalRound(
         round=rounds,
         rounds=rounds,
@@ -126,28 +134,29 @@ def run_seconds(trainer: Attached, first_round: int = 1) -> float:
 
 
 def steps_of(trainer: Attached, client: int) -> int:
-    """Optimizer steps of a client in one round."""
+    """The optimizer steps of a client in one round."""
     steps = len(trainer.client_data(client, round_number=1))
-    return (
-        min(steps, int(trainer.fast_dev_run)) if trainer.fast_dev_run else steps
-    ) * trainer.local_epochs
+    if trainer.fast_dev_run:
+        steps = min(steps, int(trainer.fast_dev_run))
+    return steps * trainer.local_epochs
 
 
 def steps_between(trainer: Attached, first: int, last: int) -> int:
-    """Optimizer steps of all clients in the rounds ``first`` to ``last``; with sampled clients, as expected."""
-    known = len(trainer.datamodule.clients)
-    steps = sum(steps_of(trainer, client) for client in range(known))
-    return int(steps * trainer.num_sampled / known * (last - first + 1))
+    """The expected optimizer steps of all clients in the rounds ``first`` to ``last``."""
+    clients = len(trainer.datamodule.clients)
+    steps = sum(steps_of(trainer, client) for client in range(clients))
+    return int(steps * trainer.num_sampled / clients * (last - first + 1))
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Puts a model and all random generators back as they were.
+    """Restores a model and all random generators afterwards.
 
     This covers every tensor, container and attribute that can be reached from the model.
     """
     containers, tensors, arrays, generators = _contents(model)
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices = sorted(
         {tensor.device.index for tensor, *_ in tensors if tensor.device.type == "cuda"}
     )
@@ -155,8 +164,8 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for generator, state in generators:
             generator.set_state(state)
         for container, content in containers:
@@ -171,12 +180,12 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(model: nn.Module) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """What can change within a model, each with what it holds now."""
+    """Everything in a model that can change, each with its current content."""
     containers: list[Any] = []
     tensors: list[Any] = []
     arrays: list[Any] = []
     generators: list[Any] = []
-    seen: dict[int, object] = {}  # Held, or another object could get the same id.
+    seen: dict[int, object] = {}  # Keeps the objects, or others could get the same id.
     waiting: list[Any] = [vars(model)]
     while waiting:
         item = waiting.pop()
@@ -205,7 +214,7 @@ def _contents(model: nn.Module) -> tuple[list[Any], list[Any], list[Any], list[A
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container its former content, if it has another one now."""
+    """Restores the content of a container, if it has changed."""
     if isinstance(container, dict):
         same = list(container) == list(content) and all(
             container[key] is content[key] for key in content

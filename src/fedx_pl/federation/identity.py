@@ -1,7 +1,7 @@
-"""What a run is: every setting that decides its result, as one tree of keys, whoever made the objects.
+"""The identity of a run: every setting that decides its result, as one tree of keys.
 
-The tree is that of the command line's configuration (docs/reference/configuration.md). So a run that was made in
-Python can be evaluated, exported and reported by the same commands.
+The tree is that of the command line's configuration (docs/reference/configuration.md). So a run
+that was made in Python can be evaluated, exported and reported by the same commands.
 """
 
 from __future__ import annotations
@@ -38,33 +38,36 @@ if TYPE_CHECKING:
     from fedx_pl.methods.base import SSLMethod
     from fedx_pl.trainer import FederatedTrainer
 
-# Of objects as the first trainer got them: training may change them.
+# Hashes of objects as the first trainer got them, since training may change them.
 _SEEN: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 
-OWN_LAYERS = "layers of the backbone"  # of a network that no key can say
+OWN_LAYERS = "layers of the backbone"  # of a network that no key describes
 PYTHON = "python"  # the profile and the recipe of a run that was made from objects
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """How a run is described in its folder, and how its user speaks."""
+    """How a run is described in its folder, and in messages to its user."""
 
     name: str
     seed: int
     content: dict[str, Any]  # what decides the result, by dotted key
-    hash: str  # of the content
+    hash: str  # hash of the content
     text: str  # all settings, for config.yaml
     hparams: dict[str, float | str]  # what TensorBoard compares runs by
-    read: Callable[[Path], dict[str, Any]]  # the content that a config.yaml tells of
-    typed: bool = False  # on the command line: messages then speak of its keys
-    names_folder: bool = (
-        False  # whether the folder that the trainer is given is named after the run
-    )
+    read: Callable[[Path], dict[str, Any]]  # reads the content from a config.yaml
+    typed: bool = False  # whether it was typed on the command line: messages then name its keys
+    names_folder: bool = False  # whether the trainer's folder is named after the run
 
     @property
     def folder_name(self) -> str:
-        """A name that no other run has."""
+        """A folder name that no other run has."""
         return f"{self.name}-s{self.seed}-{self.hash}"
+
+    @property
+    def write(self) -> str:
+        """What the user does to change a setting."""
+        return "type" if self.typed else "write"
 
     def another(self, by_hand: bool = True) -> str:
         """What to change for a new run."""
@@ -76,9 +79,9 @@ class Identity:
         """What to add for a run that starts from the weights of another."""
         return f"--fork {folder}" if self.typed else f'fork="{folder}"'
 
-    def together(self, *words: str) -> str:
-        """Several things to change, as they are written beside each other."""
-        return (" " if self.typed else ", ").join(word for word in words if word)
+    def together(self, *changes: str) -> str:
+        """Several things to change, as they are written in one command or call."""
+        return (" " if self.typed else ", ").join(change for change in changes if change)
 
     def key(self, argument: str) -> str:
         """An argument of the trainer as its user wrote it."""
@@ -86,9 +89,12 @@ class Identity:
 
 
 _KEYS = {
-    "min_clients": "federation.min_clients", "max_rounds": "federation.rounds", "local_epochs": "federation.epochs",
-    "default_root_dir": "run.dir", "resume": "run.resume",
-}  # fmt: skip
+    "min_clients": "federation.min_clients",
+    "max_rounds": "federation.rounds",
+    "local_epochs": "federation.epochs",
+    "default_root_dir": "run.dir",
+    "resume": "run.resume",
+}
 
 
 def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Identity:
@@ -96,9 +102,9 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
     tree = _tree(trainer, model, data)
     content = flat(decisive(tree))
     split = [rows.tolist() for rows in data.clients]
-    known = json.dumps([content, data.images.fingerprint, split], sort_keys=True, default=str)
-    digest = hashlib.sha256(known.encode()).hexdigest()[:8]
-    main: dict[str, float | str] = {
+    text = json.dumps([content, data.images.fingerprint, split], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    hparams: dict[str, float | str] = {
         "Data": data.options.name,
         "FedX": "true" if tree["fedx"]["enabled"] else "false",
         "Method": type(model).__name__,
@@ -111,56 +117,53 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
         content=content,
         hash=digest,
         text=yaml.safe_dump(tree, sort_keys=False),
-        hparams=main,
+        hparams=hparams,
         read=_read,
     )
 
 
 def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides the result: not where things are and how the run is carried out."""
+    """The part of a configuration that decides the result, without paths and engines."""
     content: dict[str, Any] = {
         key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()
     }
     for group in ("run", "engine", "health", "callbacks", "logger", "site"):
         content.pop(group, None)
-    content["aggregate"].pop(
-        "quarantine", None
-    )  # A client that was mended is asked again by another value.
+    # Another value asks a repaired client again.
+    content["aggregate"].pop("quarantine", None)
     if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
         content["aggregate"].pop("max_share")
     for place in ("cache", "download", "workers"):
         content["data"].pop(place, None)
-    content["fedca"]["base"] = Path(
-        content["fedca"]["base"]
-    ).name  # A run's folder is named after what it holds.
+    # A run's folder is named after its content.
+    content["fedca"]["base"] = Path(content["fedca"]["base"]).name
     content["fork"] = Path(content["fork"]).name
-    # For a folder the root says which images, for the others only where they lie.
+    # For a folder the root decides which images, for other data only where they are.
     if content["data"]["name"] != "folder":
         content["data"].pop("root", None)
     if content["data"]["name"] not in RESIZED:
         content["data"].pop("image_size", None)
-    if (
-        content["data"]["name"] not in SOURCES
-    ):  # Known only when they are loaded; the images have a fingerprint.
+    # Known only when they are loaded; the images have a fingerprint.
+    if content["data"]["name"] not in SOURCES:
         content["data"].pop("grayscale", None)
     return content
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration as dotted keys and values."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= (
+        dotted |= (
             flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
         )
-    return found
+    return dotted
 
 
 def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Record:
-    """The code of a run that is not ours, and the class of a backbone that is not one of ours.
+    """The code of a run, and the class of its backbone, that are not this package's.
 
     Raises:
-        UserError: a file was edited after it was imported; Python would go on with the old content.
+        UserError: a file was edited after it was imported; Python would use the old content.
     """
     code = loaded_code.require_current(plain_method(type(model)))
     parts = (
@@ -171,12 +174,12 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
         *trainer.evaluations,
     )
     made_by = (getattr(model.backbone, "made_by", None), data.loader, trainer.rule)
-    for thing in (*map(type, parts), *made_by):
-        code |= {} if thing is None else foreign_code.code_of(thing)
-    told = trainer.description
-    backbone = own_backbone(told, model, data)
+    for source in (*map(type, parts), *made_by):
+        code |= {} if source is None else foreign_code.code_of(source)
+    identity = trainer.description
+    backbone = own_backbone(identity, model, data)
     objects = _of_other_runs(model)
-    if not told.typed:
+    if not identity.typed:
         objects |= (
             trainer.made_with | _beyond_keys(model) | (_layers(model.backbone) if backbone else {})
         )
@@ -184,14 +187,14 @@ def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
 
 
 def _of_other_runs(model: SSLMethod) -> dict[str, str]:
-    """Of FedCA's base, a setting tells only where it is."""
+    """The checksum of FedCA's base, of which a setting has only the path."""
     if not isinstance(model, FedCAMixin):
         return {}
     return {"weights of fedca.base": model.base_checksum}
 
 
 def _layers(network: torch.nn.Module) -> dict[str, str]:
-    """A hash of a network without its weights: the classes and the plain attributes of its layers."""
+    """A hash of the classes and the plain attributes of a network's layers, without weights."""
     layers = {
         name: (
             type(layer),
@@ -211,57 +214,62 @@ def _is_setting(key: str, value: object) -> bool:
 
 
 def made_with(trainer: FederatedTrainer) -> dict[str, str]:
-    """Hashes of the arguments of what acts on the clients' training and is not ours, by what they are."""
-    found: dict[str, list[str]] = {}
+    """Hashes of the arguments of the user's regularizer, client callbacks and evaluations."""
+    hashes_of: dict[str, list[str]] = {}
     for part in (trainer.regularizer, *trainer.client_callbacks, *trainer.evaluations):
         if type(part) not in REGULARIZERS.values():
             if part not in _SEEN:
                 _SEEN[part] = foreign_code.hash_of_values(_arguments(part))
-            found.setdefault(f"arguments of {type(part).__name__}", []).append(_SEEN[part])
-    return {name: checksum(repr(hashes).encode()) for name, hashes in found.items()}
+            hashes_of.setdefault(f"arguments of {type(part).__name__}", []).append(_SEEN[part])
+    return {name: checksum(repr(hashes).encode()) for name, hashes in hashes_of.items()}
 
 
 def _arguments(part: object) -> dict[str, Any]:
-    """What an object keeps of its arguments: by their names, or if one has another name, all that it keeps."""
+    """The arguments that an object keeps under their names, or all attributes if one is missing."""
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     signature = inspect.signature(type(part)).parameters.values()
-    wanted = [parameter.name for parameter in signature if parameter.kind in named]
+    expected = [parameter.name for parameter in signature if parameter.kind in named]
     kept = {
         name: value for name, value in vars(part).items() if not isinstance(value, torch.nn.Module)
     }
-    found = {name: kept[key] for name in wanted for key in (name, f"_{name}") if key in kept}
-    return found if len(found) == len(wanted) else kept
+    arguments = {name: kept[key] for name in expected for key in (name, f"_{name}") if key in kept}
+    return arguments if len(arguments) == len(expected) else kept
 
 
 def _beyond_keys(model: SSLMethod) -> dict[str, str]:
-    """Hashes of what no key can say of a model: arguments without a plain default, and layers that do not learn."""
-    known = {*hyper_parameters(type(model)), "optim", *MIXINS}
-    usual = inspect.signature(type(model)).parameters
+    """Hashes of what no key describes: arguments without a plain default, and frozen layers."""
+    keys = {*hyper_parameters(type(model)), "optim", *MIXINS}
+    parameters = inspect.signature(type(model)).parameters
     others = {
         name: value
         for name, value in model.hparams.items()
-        if name not in known
+        if name not in keys
         and not isinstance(value, torch.nn.Module | torch.Tensor)
-        and not (name in usual and usual[name].default is value)
+        and not (name in parameters and parameters[name].default is value)
     }
     frozen = [
         name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad
     ]
-    found = {
+    contents = {
         f"arguments of {type(model).__name__}": others,
         "frozen layers of the backbone": {"names": frozen} if frozen else {},
     }
     return {
-        name: foreign_code.hash_of_values(content) for name, content in found.items() if content
+        name: foreign_code.hash_of_values(content) for name, content in contents.items() if content
     }
 
 
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:
-    """The class of a backbone that was brought, or that the method changed; empty if it is the one of the settings."""
-    trained, told = model.backbone, identity.content
-    if told["backbone.name"] in backbones.BACKBONES:
+    """The class of a backbone that is not the one of the settings; else empty.
+
+    The user made it, or the method changed it.
+    """
+    trained = model.backbone
+    settings = identity.content
+    if settings["backbone.name"] in backbones.BACKBONES:
         fields = [field.name for field in dataclasses.fields(backbones.BackboneOptions)]
-        options = backbones.BackboneOptions(**{name: told[f"backbone.{name}"] for name in fields})
+        values = {name: settings[f"backbone.{name}"] for name in fields}
+        options = backbones.BackboneOptions(**values)
         with torch.random.fork_rng(devices=[]):
             given = backbones.build(options, channels=data.channels, image_size=data.image_size)
         if type(trained) is type(given) and repr(trained) == repr(given):
@@ -279,7 +287,8 @@ def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule
         if isinstance(model, mixin):
             mixins[word] = dataclasses.asdict(getattr(model, word)) | {"enabled": True}
     mixins["fedca"].setdefault("base", "")
-    sampled, known = trainer.clients_per_round, data.num_clients
+    sampled = trainer.clients_per_round
+    clients = data.num_clients
     return {
         "name": f"{data.options.name}-{type(model).__name__.lower()}",
         "seed": trainer.seed,
@@ -301,10 +310,10 @@ def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule
         "optim": dataclasses.asdict(model.optim)
         | {"batch_size": data.batch_size, "precision": trainer.precision},
         "federation": {
-            "clients": known,
+            "clients": clients,
             "rounds": trainer.max_rounds,
             "epochs": trainer.local_epochs,
-            "fraction": float(sampled) if isinstance(sampled, float) else min(sampled / known, 1.0),
+            "fraction": float(sampled if isinstance(sampled, float) else min(sampled / clients, 1)),
             "min_clients": trainer.min_clients,
             "batchnorm": trainer.batchnorm,
         },
@@ -321,22 +330,24 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _hyper_parameters(model: SSLMethod) -> dict[str, Any]:
     """The keyword arguments of a method as it was made; Lightning keeps them as ``hparams``."""
-    known = hyper_parameters(type(model))
-    return {key: _plain(model.hparams.get(key, default)) for key, (_, default, _) in known.items()}
-
-
-def _settings(part: object, leave: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The arguments that a part was made with, as far as it keeps them under their names and they are plain."""
-    names = [name for name in inspect.signature(type(part)).parameters if name not in leave]
-    found = {name: getattr(part, name) for name in names if hasattr(part, name)}
+    defaults = hyper_parameters(type(model))
     return {
-        name: value for name, value in found.items() if isinstance(value, bool | int | float | str)
+        key: _plain(model.hparams.get(key, default)) for key, (_, default, _) in defaults.items()
     }
 
 
-def _word(kind: type, known: Mapping[str, type]) -> str:
+def _settings(part: object, leave: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The plain arguments that a part was made with and keeps under their names."""
+    names = [name for name in inspect.signature(type(part)).parameters if name not in leave]
+    kept = {name: getattr(part, name) for name in names if hasattr(part, name)}
+    return {
+        name: value for name, value in kept.items() if isinstance(value, bool | int | float | str)
+    }
+
+
+def _word(kind: type, classes: Mapping[str, type]) -> str:
     """A class as it is called on the command line."""
-    return next((word for word, other in known.items() if other is kind), _path(kind))
+    return next((word for word, other in classes.items() if other is kind), _path(kind))
 
 
 def _path(kind: type) -> str:
@@ -344,14 +355,14 @@ def _path(kind: type) -> str:
 
 
 def plain_method(method: type[SSLMethod]) -> type[SSLMethod]:
-    """The method beneath our mixins, if a class adds nothing but those: BYOL for ``class FedXBYOL(FedXMixin, BYOL)``.
+    """The method beneath our mixins, if a class adds only those.
 
-    The words of the command line say the same: ``method=byol fedx=true``.
+    It is BYOL for ``class FedXBYOL(FedXMixin, BYOL)``, as in ``method=byol fedx=true``.
     """
-    own = [name for name in vars(method) if not (name.startswith("__") and name.endswith("__"))]
+    dunder = {name for name in vars(method) if name.startswith("__") and name.endswith("__")}
     *added, inner = method.__bases__
-    usual = [mixin for mixin in reversed(MIXINS.values()) if mixin in added]
-    if not added or "__init__" in vars(method) or own or added != usual:
+    ours = [mixin for mixin in reversed(MIXINS.values()) if mixin in added]
+    if not added or "__init__" in dunder or vars(method).keys() - dunder or added != ours:
         return method
     return plain_method(inner)
 

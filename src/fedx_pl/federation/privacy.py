@@ -1,7 +1,7 @@
-"""What a client does to its update before it leaves: clip its norm, add Gaussian noise; and what that is worth.
+"""Differential privacy of a client's update: clipping, Gaussian noise, and the epsilon spent.
 
-Nobody but the client sees the update without noise, so the server need not be trusted with it. docs/privacy.md says
-what this protects and what not.
+Only the client sees the update without noise, so the server need not be trusted. docs/privacy.md
+says what this protects and what it does not.
 """
 
 import importlib.util
@@ -9,113 +9,106 @@ import math
 import os
 from bisect import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedx_pl.errors import UserError, install_hint, require
+from fedx_pl.errors import install_hint
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError, Options, option
 
-_LEAST_VARIANCE = (
-    1e-5  # BatchNorm's own epsilon: a smaller variance would not change what it computes.
-)
+_LEAST_VARIANCE = 1e-5  # BatchNorm's epsilon: a smaller variance would not change its output
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyOptions:
+class PrivacyOptions(Options):
     """How much of a client may show in its update; off by default."""
 
-    clip: float = field(
-        default=0.0, metadata={"help": "C, largest L2 norm of a client's update; 0: any"}
+    clip: float = option(
+        0.0, "C, largest L2 norm of a client's update; 0: any", example=1.0, at_least=0
     )
-    noise: float = field(
-        default=0.0,
-        metadata={"help": "standard deviation of the noise on an update, in units of C"},
+    noise: float = option(
+        0.0,
+        "standard deviation of the noise on an update, in units of C",
+        example=10.0,
+        at_least=0,
     )
-    delta: float = field(
-        default=1e-5, metadata={"help": "of (epsilon, delta) differential privacy"}
-    )
-    max_epsilon: float = field(
-        default=0.0, metadata={"help": "do not start a run that would spend more; 0: any"}
+    delta: float = option(1e-5, "of (epsilon, delta) differential privacy", above=0, below=1)
+    max_epsilon: float = option(
+        0.0, "do not start a run that would spend more; 0: any", example=8.0, at_least=0
     )
 
     def __post_init__(self) -> None:
-        for name, instead in (("clip", "1"), ("noise", "10"), ("max_epsilon", "8")):
-            value = getattr(self, name)
-            require(
-                f"privacy.{name}",
-                value,
-                0 <= value < math.inf,
-                instead=f"privacy.{name}={instead}, or 0 for none",
-            )
-        require("privacy.delta", self.delta, 0 < self.delta < 1, instead="privacy.delta=1e-5")
+        super().__post_init__()
         if self.noise and not self.clip:
-            raise UserError(
-                f"privacy.noise={self.noise} protects only updates of bounded norm; also type privacy.clip=1"
-            )
+            problem = "protects only updates of bounded norm"
+            raise OptionError("noise", self.noise, problem, "{clip}=1 as well", PrivacyOptions)
         if self.max_epsilon and not self.noise:
-            raise UserError(
-                f"privacy.max_epsilon={self.max_epsilon} needs noise; also type privacy.noise=10"
+            advice = "{noise}=10 as well"
+            raise OptionError(
+                "max_epsilon", self.max_epsilon, "needs noise", advice, PrivacyOptions
             )
 
 
 def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
-    """Raises a `UserError` for what would fail, or not protect, later.
+    """Raises an `OptionError` for settings that would fail, or not protect, later.
 
     Args:
-        options: of the run.
-        regularizer: of the run.
+        options: the run's options.
+        regularizer: the run's regularizer.
     """
     if options.clip and regularizer.beside_weights:
-        raise UserError(
-            f"privacy.clip={options.clip} does not cover what regularizer={type(regularizer).__name__.lower()} sends "
-            f"beside the weights; type regularizer=fedprox or none"
-        )
+        name = type(regularizer).__name__
+        problem = f"does not cover what {{regularizer={name}()}} sends beside the weights"
+        advice = "{regularizer=FedProx()} or none"
+        raise OptionError("clip", options.clip, problem, advice, PrivacyOptions)
     if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(
-            f"privacy.noise={options.noise} needs dp-accounting; type {install_hint('privacy')}"
-        )
+        problem = f"needs dp-accounting; type {install_hint('privacy')}"
+        raise OptionError("noise", options.noise, problem, owner=PrivacyOptions)
 
 
 def require_budget(
     options: PrivacyOptions, rounds: int, epsilon_after: Callable[[int], float]
 ) -> None:
-    """Raises a `UserError` if a run would spend more than `PrivacyOptions.max_epsilon`.
+    """Raises an `OptionError` if a run would spend more than `PrivacyOptions.max_epsilon`.
 
     Args:
-        options: of the run.
-        rounds: of the run.
-        epsilon_after: the epsilon spent by the end of a round.
+        options: the run's options.
+        rounds: the run's rounds.
+        epsilon_after: gives the epsilon spent by the end of a round.
     """
     if options.max_epsilon and (spent := epsilon_after(rounds)) > options.max_epsilon:
         enough = bisect(range(1, rounds + 1), options.max_epsilon, key=epsilon_after)
-        fewer = f"federation.rounds={enough} or " if enough else ""
-        raise UserError(
-            f"privacy.max_epsilon={options.max_epsilon} is less than the {spent:.2f} that "
-            f"privacy.noise={options.noise} spends in {rounds} rounds; type {fewer}a larger privacy.noise"
+        fewer = f"{{max_rounds}}={enough} or " if enough else ""
+        problem = (
+            f"is less than the {spent:.2f} that {{noise}}={options.noise} spends in {rounds} rounds"
         )
+        advice = f"{fewer}a larger {{noise}}"
+        raise OptionError("max_epsilon", options.max_epsilon, problem, advice, PrivacyOptions)
 
 
 def protect(
     state: State, received: State, options: PrivacyOptions, seed: int | None
 ) -> tuple[State, dict[str, float]]:
-    """An update as it may leave the client.
+    """Clips an update and adds noise, so that it may leave the client.
 
-    ``d``, all floating tensors of ``state - received`` as one vector, becomes ``d min(1, C / |d|) + noise C N(0, 1)``.
-    Integer tensors only count steps and stay as they are.
+    ``d``, all floating tensors of ``state - received`` as one vector, becomes
+    ``d min(1, C / |d|) + noise C N(0, 1)``. Integer tensors only count steps and are not changed.
 
     Args:
         state: shared weights after local training.
-        received: the same before.
+        received: shared weights before it.
         options: C and the noise.
-        seed: of the noise. None draws it from the operating system: who knows the seed can take the noise away.
+        seed: seed of the noise. None draws it from the operating system: whoever knows the seed can
+            remove the noise.
 
     Returns:
-        The state, and ``update_norm`` (of ``d`` before clipping): only without noise, as it would tell of the client.
+        The state, and ``update_norm`` (of ``d`` before clipping), but not under noise, since it
+        would leak.
     """
     if not options.clip:
         return state, {}
@@ -125,12 +118,12 @@ def protect(
         if t.is_floating_point()
     }
     norm = torch.stack([delta.square().sum() for delta in deltas.values()]).sum().sqrt().item()
-    if (
-        not options.noise and not norm > options.clip
-    ):  # NaN goes as it is: the server says in which tensor.
+    # NaN is sent as it is: the server says in which tensor.
+    if not options.noise and not norm > options.clip:
         return state, {"update_norm": norm}
-    if options.noise and not math.isfinite(norm):  # That training failed must not show either.
-        deltas, norm = {name: torch.zeros_like(delta) for name, delta in deltas.items()}, 0.0
+    if options.noise and not math.isfinite(norm):  # That training failed must not leak, either.
+        deltas = {name: torch.zeros_like(delta) for name, delta in deltas.items()}
+        norm = 0.0
     scale = options.clip / max(norm, options.clip)
     normal = _from_os if seed is None else _from_seed(seed)
     protected = dict(state)
@@ -145,15 +138,15 @@ def protect(
 
 
 def epsilon(noise: float, rounds: int, delta: float) -> float:
-    """The epsilon that a client has spent after so many rounds in which it gave an update.
+    """The epsilon that a client has spent after some updates.
 
-    Two clients' data are neighbours whatever they hold: clipped updates then differ by up to 2C, so the noise counts as
-    ``noise / 2`` standard deviations. Nothing is gained from the sampling of clients or from the averaging, as the
+    Any two clients' data count as neighbors: clipped updates then differ by up to 2C, so the noise
+    has ``noise / 2`` standard deviations. Sampling of clients and averaging do not help, since the
     server sees each update by itself.
 
     Args:
         noise: `PrivacyOptions.noise`.
-        rounds: updates the client has given.
+        rounds: updates that the client has sent.
         delta: `PrivacyOptions.delta`.
     """
     return composed_epsilon({noise: rounds}, delta)
@@ -162,22 +155,22 @@ def epsilon(noise: float, rounds: int, delta: float) -> float:
 def composed_epsilon(answers: Mapping[float, int], delta: float) -> float:
     """The epsilon that a client has spent on updates with different noise.
 
-    Renyi divergences of Gaussian mechanisms add up exactly: of order ``a`` they are ``a / (2 (noise / 2)^2)`` each. So
-    these updates are worth one with a noise of ``(sum of count / noise^2)^(-1/2)``.
+    Renyi divergences of Gaussian mechanisms add up exactly: those of order ``a`` are
+    ``a / (2 (noise / 2)^2)`` each. So these updates cost as much as one with a noise of
+    ``(sum of count / noise^2)^(-1/2)``.
 
     Args:
-        answers: how many updates the client has given, by their `PrivacyOptions.noise`.
+        answers: how many updates the client has sent, by their `PrivacyOptions.noise`.
         delta: `PrivacyOptions.delta`.
 
     Returns:
-        Infinity if one of them had no noise.
+        The epsilon; infinity if one of them had no noise.
     """
     given = {noise: count for noise, count in answers.items() if count}
     if not all(noise > 0 for noise in given):
         return math.inf
-    from dp_accounting import (
-        GaussianDpEvent,
-    )  # Here: most runs need none of it, and it takes seconds to load.
+    # Here, since it takes seconds to import and most runs do not need it.
+    from dp_accounting import GaussianDpEvent
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant()
@@ -191,14 +184,13 @@ def _double(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _from_seed(seed: int) -> Callable[[torch.Size], Tensor]:
-    """Noise that is the same in every run and on every device: for simulations."""
+    """Noise for simulations, which is the same in every run and on every device."""
     draw = np.random.default_rng(seed)
     return lambda shape: torch.from_numpy(np.asarray(draw.standard_normal(shape)))
 
 
 def _from_os(shape: torch.Size) -> Tensor:
-    """Noise from the operating system's own generator, which is made for secrets; numpy's and torch's are not."""
+    """Noise from the operating system's generator, which is made for secrets, unlike numpy's."""
     bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12
-    return torch.from_numpy(ndtri((bits + 0.5) * 2.0**-52)).reshape(
-        shape
-    )  # 52 bits and a half: never 0 or 1.
+    uniform = (bits + 0.5) * 2.0**-52  # never 0 or 1
+    return torch.from_numpy(ndtri(uniform)).reshape(shape)

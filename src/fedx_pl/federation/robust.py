@@ -1,29 +1,32 @@
-"""Rules for rounds in which some well formed updates may be wrong or malicious; docs/robustness.md compares them.
+"""Rules for rounds in which well-formed updates may be wrong or malicious.
 
-All keep the updates of a round until its end, so memory is clients per round times the size of the model: what is far
-off can only be told when all are there. A chunk of values at a time is worked on, no second copy of them is made.
+docs/robustness.md compares them. All keep the updates of a round until its end, since outliers are
+known only then: memory is clients per round times the size of the model. They work on a chunk of
+values at a time, without a second copy.
 
-Clipping and Krum go by distances, and BatchNorm's statistics move by tens of times more than the weights (measured in
-docs/robustness.md): an attack on the weights would not show in the norm of the two together. So they treat each kind of
-tensor by itself: weights, statistics, and what a regularizer's clients send to its server.
+Clipping and Krum go by distances, and BatchNorm's statistics move tens of times more than the
+weights (measured in docs/robustness.md): the norm of both together would hide an attack on the
+weights. So each kind of tensor is treated by itself: weights, statistics, and what a regularizer
+sends.
 """
 
 import inspect
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedx_pl.errors import UserError, require
 from fedx_pl.federation.aggregate import MAX_IMAGES, AggregateOptions, Aggregator, FedAvg, narrow
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
+from fedx_pl.options import OptionError
 
-MEDIAN = 0.5  # As a share to trim: all but the middle one or two.
-_CHUNK = 2**18  # Values, of all clients together, that are looked at in one go.
+MEDIAN = 0.5  # share to trim: all but the middle one or two
+_CHUNK = 2**18  # values of all clients together that are processed at once
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -36,11 +39,9 @@ class _Held(NamedTuple):
 class _Holding(Aggregator):
     """Keeps all updates; a subclass combines them."""
 
-    def __init__(
-        self, reference: Mapping[str, Tensor], max_images: int, changes: Collection[str]
-    ) -> None:
-        super().__init__(reference, max_images, changes=changes)
-        self._held: list[_Held] = []
+    @cached_property
+    def _held(self) -> list[_Held]:
+        return []
 
     def _take(self, state: Mapping[str, Tensor], num_images: int, client: int) -> None:
         self._held.append(
@@ -48,7 +49,7 @@ class _Holding(Aggregator):
         )
 
     def _updates(self) -> list[_Held]:
-        """By client: the order in which they came must not show."""
+        """The updates by client, since the order of arrival must not matter."""
         return sorted(self._held, key=lambda held: held.client)
 
     def _kinds(self) -> dict[str, list[str]]:
@@ -65,9 +66,8 @@ class _Holding(Aggregator):
 
     def _remark(self, client: int, text: str) -> None:
         before = self.remarks.get(client, text)
-        self.remarks[client] = (
-            before if text in before else f"{before}; {text}"
-        )  # Of counts, each kind says the same.
+        # The remark about image counts is the same for each kind.
+        self.remarks[client] = before if text in before else f"{before}; {text}"
 
     def _mean(self, names: Sequence[str], updates: Sequence[_Held]) -> State:
         """FedAvg of some tensors of some updates."""
@@ -82,10 +82,10 @@ class _Holding(Aggregator):
 
 
 class TrimmedMean(_Holding):
-    """For each value the mean of the clients' without the k largest and the k smallest; at the most, the median.
+    """For each value, the clients' mean without the k largest and the k smallest.
 
-    k is the share of the clients, rounded up: a tenth of five clients is one, not none. At least one value is left.
-    Clients count alike, however many images they claim to own.
+    k is a share of the clients, rounded up: a tenth of five clients is one. At least one value is
+    left. All clients have the same weight, whatever number of images they claim to own.
 
     Example:
         >>> rule = TrimmedMean({"w": torch.zeros(1)}, trim=0.2)
@@ -107,18 +107,19 @@ class TrimmedMean(_Holding):
 
         Args:
             reference: the current global state.
-            trim: share of the clients left out at either end; `MEDIAN` leaves one, or the mean of the middle two.
-            max_images: more than any client can own.
+            trim: share of the clients left out at either end; `MEDIAN` leaves the middle one or
+                two.
+            max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.trim = trim
 
     def _combine(self) -> State:
-        updates, count = self._updates(), self.num_clients
-        cut = min(
-            math.ceil(self.trim * count - 1e-9), (count - 1) // 2
-        )  # 0.07 * 100 is a little more than 7.
+        updates = self._updates()
+        count = self.num_clients
+        share = math.ceil(self.trim * count - 1e-9)  # 0.07 * 100 is a little more than 7.
+        cut = min(share, (count - 1) // 2)
         result = {name: torch.empty_like(reference) for name, reference in self._reference.items()}
         for name, target in result.items():
             for rows, values in _chunks([held.state[name] for held in updates]):
@@ -130,7 +131,7 @@ class TrimmedMean(_Holding):
 
 
 class Median(TrimmedMean):
-    """For each value the middle one of the clients', or the mean of the middle two."""
+    """For each value, the clients' median."""
 
     def __init__(
         self,
@@ -144,10 +145,10 @@ class Median(TrimmedMean):
 
 
 class NormClipping(_Holding):
-    """FedAvg of updates none of which moves by more than a multiple of the round's median norm.
+    """FedAvg of updates whose changes are clipped to a multiple of the round's median norm.
 
-    ``d``, the way of an update from the global state, becomes ``d min(1, bound / |d|)``. Half of the clients would have
-    to lie to move the bound. What a regularizer's clients send is a change already, so its way starts at zero.
+    ``d``, the change of an update from the global state, becomes ``d min(1, bound / |d|)``. Half of
+    the clients would have to lie to move the bound. What a regularizer sends is a change already.
 
     Example:
         >>> rule = NormClipping({"w": torch.zeros(1)}, clip=2)
@@ -170,10 +171,10 @@ class NormClipping(_Holding):
         Args:
             reference: the current global state, where the updates started from.
             clip: the bound, in median norms.
-            max_images: more than any client can own.
+            max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.clip = clip
 
     def _combine(self) -> State:
@@ -181,10 +182,9 @@ class NormClipping(_Holding):
         result: State = {}
         for kind, names in self._kinds().items():
             norms = [self._norm(held.state, names) for held in updates]
-            bound = self.clip * statistics.median_low(
-                norms
-            )  # Of two clients the smaller: one may be the attacker.
-            fitted = []
+            # Of two clients the smaller norm, since one may be the attacker.
+            bound = self.clip * statistics.median_low(norms)
+            clipped = []
             for held, norm in zip(updates, norms, strict=True):
                 if norm > bound:
                     held = held._replace(state=self._shortened(held.state, names, bound / norm))
@@ -192,21 +192,19 @@ class NormClipping(_Holding):
                         held.client,
                         f"the change of its {kind} was clipped from norm {norm:.3g} to {bound:.3g}",
                     )
-                fitted.append(held)
-            result |= self._mean(names, fitted)
+                clipped.append(held)
+            result |= self._mean(names, clipped)
         return {name: result[name] for name in self._reference}
 
     def _norm(self, state: State, names: Sequence[str]) -> float:
-        ways = (
-            self._way(state, name) for name in names if self._reference[name].is_floating_point()
-        )
-        return math.sqrt(float(sum(way.square().sum() for way in ways)))
+        floating = (name for name in names if self._reference[name].is_floating_point())
+        return math.sqrt(float(sum(self._change(state, name).square().sum() for name in floating)))
 
     def _shortened(self, state: State, names: Sequence[str], scale: float) -> State:
-        ends = {name: self._start(name) + scale * self._way(state, name) for name in names}
+        ends = {name: self._start(name) + scale * self._change(state, name) for name in names}
         return {name: narrow(end, self._reference[name]) for name, end in ends.items()}
 
-    def _way(self, state: State, name: str) -> Tensor:
+    def _change(self, state: State, name: str) -> Tensor:
         return state[name].double() - self._start(name)
 
     def _start(self, name: str) -> Tensor:
@@ -215,10 +213,11 @@ class NormClipping(_Holding):
 
 
 class MultiKrum(_Holding):
-    """FedAvg of the n - f updates that have the closest neighbours (Blanchard et al., NeurIPS 2017).
+    """FedAvg of the n - f updates with the closest neighbors (Blanchard et al., NeurIPS 2017).
 
-    The score of an update is the sum of its n - f - 2 smallest squared distances to others; the f with the largest are
-    left out. The distances do not depend on image counts, the mean of the selected does.
+    The score of an update is the sum of its n - f - 2 smallest squared distances to others; the f
+    updates with the largest scores are left out. Distances do not depend on image counts, the mean
+    of the selected updates does.
     """
 
     def __init__(
@@ -234,20 +233,22 @@ class MultiKrum(_Holding):
         Args:
             reference: the current global state.
             byzantine: f, how many clients may be bad; a round needs 2 f + 3 updates.
-            max_images: more than any client can own.
+            max_images: see `Aggregator`.
             changes: see `Aggregator`.
         """
-        super().__init__(reference, max_images, changes)
+        super().__init__(reference, max_images, changes=changes)
         self.byzantine = byzantine
 
     def _combine(self) -> State:
         updates = self._updates()
         result: State = {}
         if self.num_clients < 2 * self.byzantine + 3:
-            raise UserError(
-                f"aggregate=krum with aggregate.byzantine={self.byzantine} needs {2 * self.byzantine + 3} good updates "
-                f"and has {self.num_clients}; type a smaller aggregate.byzantine, or aggregate=median"
+            problem = (
+                f"with {{rule}}=krum needs {2 * self.byzantine + 3} good updates, "
+                f"and there are {self.num_clients}"
             )
+            advice = "a smaller {byzantine}, or {rule}=median"
+            raise OptionError("byzantine", self.byzantine, problem, advice, AggregateOptions)
         for kind, names in self._kinds().items():
             order = self._scores(names).argsort(stable=True).tolist()
             kept = self.num_clients - self.byzantine
@@ -257,7 +258,8 @@ class MultiKrum(_Holding):
         return {name: result[name] for name in self._reference}
 
     def _scores(self, names: Sequence[str]) -> Tensor:
-        updates, count = self._updates(), self.num_clients
+        updates = self._updates()
+        count = self.num_clients
         squared = torch.zeros(
             count, count, dtype=torch.float64, device=self._reference[names[0]].device
         )
@@ -266,15 +268,18 @@ class MultiKrum(_Holding):
                 continue
             for _, values in _chunks([held.state[name] for held in updates]):
                 flat = values.flatten(1).double()
-                # The faster way by products would lose the small differences of large weights.
+                # Matrix products would be faster, but lose small differences of large weights.
                 exact = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
                 squared += exact.square()
-        # The first is the distance to itself.
+        # The smallest is the distance to itself.
         return squared.sort(dim=1).values[:, 1 : count - self.byzantine - 1].sum(dim=1)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """The clients' values of one tensor, some rows at a time: which rows, and their values (clients, rows, ...)."""
+    """Yields some rows of one tensor at a time: which rows, and the clients' values.
+
+    The values have the shape (clients, rows, ...).
+    """
     rows = [torch.atleast_1d(tensor) for tensor in tensors]
     count = rows[0].shape[0]
     step = max(1, _CHUNK * count // max(1, rows[0].numel() * len(rows)))
@@ -283,7 +288,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         yield part, torch.stack([tensor[part] for tensor in rows])
 
 
-# By their words on the command line.
+# By their names on the command line.
 RULES: dict[str, type[Aggregator]] = {
     "mean": FedAvg,
     "clip": NormClipping,
@@ -296,31 +301,27 @@ RULES: dict[str, type[Aggregator]] = {
 def make_rule(
     options: AggregateOptions, reference: GlobalState, rule: type[Aggregator] | None = None
 ) -> Aggregator:
-    """A rule for one round.
+    """Makes the rule of one round.
 
     Args:
-        options: its settings, and its name unless it is given.
+        options: its settings, and its name if ``rule`` is not given.
         reference: the state that the round starts from.
-        rule: a class of one's own, made with those of the options that its ``__init__`` asks for by name.
+        rule: a user's class, made with those options that its ``__init__`` has by name.
     """
-    require(
-        "aggregate.rule",
-        options.rule,
-        rule is not None or options.rule in RULES,
-        instead=" or ".join(RULES),
-    )
+    if rule is None and options.rule not in RULES:
+        raise OptionError(
+            "rule", options.rule, "is not known", " or ".join(RULES), AggregateOptions
+        )
     kind = rule or RULES[options.rule]
-    asked = [
-        name
-        for name in inspect.signature(kind).parameters
-        if name not in ("reference", "max_images", "changes")
-    ]
-    settings = {name: getattr(options, name) for name in asked if hasattr(options, name)}
+    common = ("reference", "max_images", "changes")
+    names = [name for name in inspect.signature(kind).parameters if name not in common]
+    settings = {name: getattr(options, name) for name in names if hasattr(options, name)}
     made = kind(
         reference.tensors(),
         max_images=options.max_images,
         changes=reference.server_names(),
         **settings,
     )
-    made.max_growth, made.max_share = options.max_growth, options.max_share
+    made.max_growth = options.max_growth
+    made.max_share = options.max_share
     return made

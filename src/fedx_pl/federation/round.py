@@ -1,7 +1,7 @@
-"""What a round is made of: the global state, a client's memory and its update. All are typed and keyword-only.
+"""The parts of a round: the global state, a client's memory and its update.
 
-In files and messages the tensors of a state lie side by side, told apart by the start of their names; `tensors` and
-`from_tensors` are the only places that know these.
+Files and messages hold the tensors of a state in one dictionary, with prefixes that only `tensors`
+and `from_tensors` know.
 """
 
 import math
@@ -23,22 +23,20 @@ _LOSS_SCALE = "scale/"
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalState:
-    """What the server sends, and what it makes of the clients' answers.
+    """What the server sends, and what it makes of the clients' updates.
 
-    An update has the same two parts: the client's weights, and what its regularizer sends to the server.
+    An update has the same two parts: the client's weights, and what its regularizer sends.
     """
 
     weights: State
-    server: State = field(
-        default_factory=dict
-    )  # the regularizer's tensors, such as SCAFFOLD's control variate
+    server: State = field(default_factory=dict)  # of the regularizer, e.g. SCAFFOLD's variates
 
     def tensors(self) -> State:
-        """Both parts by unique names."""
-        return self.weights | _marked(_SERVER, self.server)
+        """The tensors of both parts, by unique names."""
+        return self.weights | _prefixed(_SERVER, self.server)
 
     def to(self, device: torch.device) -> "GlobalState":
-        """The same on a device."""
+        """Copies the state to a device."""
         return GlobalState(weights=_moved(self.weights, device), server=_moved(self.server, device))
 
     def server_names(self) -> set[str]:
@@ -48,25 +46,25 @@ class GlobalState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "GlobalState":
         """Reverses `tensors`."""
-        weights, (server,) = _parted(tensors, _SERVER)
+        weights, (server,) = _split(tensors, _SERVER)
         return cls(weights=weights, server=server)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """All that is the same for every client of a round."""
+    """What is the same for every client of a round."""
 
     round: int  # 1-based
     rounds: int
     epochs: int
-    seed: int  # of the run
+    seed: int  # the run's
     global_state: GlobalState
-    batchnorm: str = "average"  # or local: each client keeps its statistics
+    batchnorm: str = "average"  # or local: each client keeps its own statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMemory:
-    """What a client keeps between rounds, when it last trained and how far it got."""
+    """What a client keeps between rounds, when it last trained and for how long."""
 
     private: State = field(default_factory=dict)  # the method's private tensors
     batchnorm: State = field(default_factory=dict)  # statistics, under `batchnorm=local`
@@ -80,9 +78,9 @@ class ClientMemory:
         """All tensors by unique names."""
         return (
             self.private
-            | _marked(_BATCHNORM, self.batchnorm)
-            | _marked(_REGULARIZER, self.regularizer)
-            | _marked(_LOSS_SCALE, self.loss_scale)
+            | _prefixed(_BATCHNORM, self.batchnorm)
+            | _prefixed(_REGULARIZER, self.regularizer)
+            | _prefixed(_LOSS_SCALE, self.loss_scale)
         )
 
     @classmethod
@@ -90,7 +88,7 @@ class ClientMemory:
         cls, tensors: Mapping[str, Tensor], *, last_round: int = 0, steps: int = 0, epochs: int = 0
     ) -> "ClientMemory":
         """Reverses `tensors`."""
-        private, others = _parted(tensors, _BATCHNORM, _REGULARIZER, _LOSS_SCALE)
+        private, others = _split(tensors, _BATCHNORM, _REGULARIZER, _LOSS_SCALE)
         batchnorm, regularizer, loss_scale = others
         return cls(
             private=private,
@@ -109,7 +107,7 @@ class ClientMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a client returns: ``state``, ``num_images`` and scalars go to the server; ``memory`` stays with it."""
+    """What a client returns; all of it goes to the server, except ``memory``."""
 
     client: int
     num_images: int
@@ -120,20 +118,20 @@ class Update:
     images_seen: int
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # of training
-    data_seconds: float = 0.0  # of them, spent on making batches
+    data_seconds: float = 0.0  # the part of them spent on making batches
 
     def loss(self, name: str = "total") -> Tensor:
-        """The total, or a term, by step."""
+        """The total loss, or one of its terms, by step."""
         return self.losses[:, self.loss_names.index(name)]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A client that has nothing to give in this round."""
+    """A client without an update in this round."""
 
     client: int
     reason: str
-    fault: bool = False  # It answered, but not as it should.
+    fault: bool = False  # whether it answered with something wrong
 
 
 @dataclass(kw_only=True)
@@ -143,16 +141,12 @@ class RoundRecord:
     context: RoundContext
     clients: list[int]  # chosen to train
     updates: list[Update] = field(default_factory=list)  # the aggregated ones, without tensors
-    resumed: list[int] = field(
-        default_factory=list
-    )  # of them, clients that an earlier process had trained
-    refused: dict[int, str] = field(default_factory=dict)  # why, by client
-    at_fault: set[int] = field(
-        default_factory=set
-    )  # of the refused, those who answered, but not as they should
+    resumed: list[int] = field(default_factory=list)  # clients that an earlier process trained
+    refused: dict[int, str] = field(default_factory=dict)  # reasons, by client
+    at_fault: set[int] = field(default_factory=set)  # refused clients that are to blame
     row: dict[str, Any] = field(default_factory=dict)  # of metrics.csv
-    notes: list[str] = field(default_factory=list)  # what happened, in words
-    alarms: list[str] = field(default_factory=list)  # what went wrong, in words
+    notes: list[str] = field(default_factory=list)  # what happened
+    alarms: list[str] = field(default_factory=list)  # what went wrong
     bytes_up: int = 0
     bytes_down: int = 0
     train_seconds: float = 0.0
@@ -164,13 +158,13 @@ class RoundRecord:
         return self.context.round
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of a round that need no evaluation: losses, what clients measured, times and traffic."""
+        """The numbers of a round without evaluation: losses, client metrics, times and traffic."""
         row: dict[str, Any] = {"round": self.number}
-        # By name: a site's word is its own, and one that tells other losses must not stop the run.
+        # By name: a site that reports other losses must not stop the run.
         for name in dict.fromkeys(name for update in self.updates for name in update.loss_names):
-            telling = [update for update in self.updates if name in update.loss_names]
-            means = [update.loss(name).mean().item() for update in telling]
-            images = [update.num_images for update in telling]
+            reporting = [update for update in self.updates if name in update.loss_names]
+            means = [update.loss(name).mean().item() for update in reporting]
+            images = [update.num_images for update in reporting]
             row["loss" if name == "total" else f"loss_{name}"] = mean(means, images)
         for name in dict.fromkeys(name for update in self.updates for name in update.metrics):
             row[name] = mean(
@@ -191,19 +185,20 @@ class RoundRecord:
         }
 
     def images_per_second(self) -> float:
-        """The rate of this process: images of clients that an earlier one had trained took none of its time."""
+        """The rate of this process, without clients that an earlier one trained."""
         here = [update for update in self.updates if update.client not in self.resumed]
         if here:
             return sum(update.images_seen for update in here) / self.train_seconds
-        # All were there when the run was resumed: their own rate, one after the other.
+        # All were trained by an earlier process: their own rate, one after the other.
         seconds = sum(update.seconds for update in self.updates)
         return sum(update.images_seen for update in self.updates) / seconds if seconds else 0.0
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """The mean of those values that are finite, since one client must not decide for the others; it never raises.
+    """The mean of the finite values, since one client must not decide for the others.
 
-    Of equal values it is the value itself, to the last bit; of none, or where numbers are too large for it, nan.
+    The mean of equal values is the value itself, to the last bit; without values, or if they are
+    too large, it is nan.
     """
     finite = [number for number, value in enumerate(values) if math.isfinite(value)]
     kept = [values[number] for number in finite]
@@ -215,23 +210,32 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> flo
         return math.nan
 
 
+def number_of(value: Any) -> Any:
+    """A plain number, also from a tensor or an array of one; a `TypeError` for anything else."""
+    if isinstance(value, int | float):
+        return value
+    if getattr(value, "shape", None) != ():
+        raise TypeError(f"{type(value).__name__} is not one number")
+    return value.item()
+
+
 def _moved(state: State, device: torch.device) -> State:
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def _marked(mark: str, state: State) -> State:
-    return {mark + name: tensor for name, tensor in state.items()}
+def _prefixed(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
 
 
-def _parted(tensors: Mapping[str, Tensor], *marks: str) -> tuple[State, list[State]]:
-    """The unmarked tensors, and those of each mark without it."""
-    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(marks)}
+def _split(tensors: Mapping[str, Tensor], *prefixes: str) -> tuple[State, list[State]]:
+    """The tensors without a prefix, and those of each prefix with it removed."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
     parts = [
         {
-            name.removeprefix(mark): tensor
+            name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
-            if name.startswith(mark)
+            if name.startswith(prefix)
         }
-        for mark in marks
+        for prefix in prefixes
     ]
     return plain, parts

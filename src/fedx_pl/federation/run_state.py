@@ -1,4 +1,4 @@
-"""What a checkpoint keeps as JSON, and how it is read: its checksum may be right and its content a stranger's."""
+"""The JSON part of a checkpoint. Its checksum may fit although somebody forged its content."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,17 +6,18 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-# What reading a file may raise that is damaged, or made by a stranger.
+# What reading a damaged or forged file may raise.
 DAMAGED = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
-    SafetensorError,
-)  # fmt: skip
-# Columns of metrics.csv that are computed with again. A user's callbacks may add what they like.
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError),
+    *(OverflowError, RecursionError, SafetensorError),
+)
+# Columns of metrics.csv that are used again. A user's callbacks may add others.
 _NUMBERS = (
-    "loss", "knn_top1", "linear_top1", "linear_top5", "clients", "dropped", "images_per_second", "train_seconds",
-    "round_seconds", "data_seconds", "step_seconds", "aggregate_seconds", "evaluate_seconds", "bytes_up", "bytes_down",
-)  # fmt: skip
-_MOST = 2**53  # More than can be counted in any run.
+    *("loss", "knn_top1", "linear_top1", "linear_top5", "clients", "dropped"),
+    *("images_per_second", "train_seconds", "round_seconds", "data_seconds", "step_seconds"),
+    *("aggregate_seconds", "evaluate_seconds", "bytes_up", "bytes_down"),
+)
+_MAX_COUNT = 2**53  # more than any run can count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,14 @@ class ClientRecord:
     last_round: int
     steps: int
     epochs: int
-    sha256: str  # of its file; empty if the client keeps nothing
-    images: int = 0  # that it owns
-    bytes: int = 0  # of its file
+    sha256: str  # checksum of its file; empty if the client keeps nothing
+    images: int = 0  # images that it owns
+    bytes: int = 0  # size of its file
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything of a run but tensors, as of its last finished round."""
+    """The state of a run after a round, without tensors."""
 
     round: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)  # metrics.csv
@@ -42,12 +43,12 @@ class RunState:
     seconds: float = 0.0
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by key
     config: str = ""  # hash of the run's configuration
-    # What the files beside the checkpoints say, see `run_folder`; None in runs of earlier versions.
+    # Content of the files beside the checkpoints, see `run_folder`; None in runs of older versions.
     described: dict[str, Any] | None = None
 
     @property
     def best(self) -> int:
-        """The round with the best linear accuracy, or kNN if no other was measured; 0: none was."""
+        """The round with the best linear accuracy, or else kNN accuracy; 0 if there is neither."""
         for key in ("linear_top1", "knn_top1"):
             if measured := [row for row in self.rows if key in row]:
                 return int(max(measured, key=lambda row: row[key])["round"])
@@ -58,9 +59,11 @@ def state_of(manifest: Any) -> RunState:
     """The state that state.json describes.
 
     Raises:
-        Exception: one of `DAMAGED`; there is something in it that cannot be.
+        Exception: one of `DAMAGED`; something in it is not possible.
     """
-    rows, untrained, callbacks = manifest["rows"], manifest["untrained"], manifest.get("callbacks")
+    rows = manifest["rows"]
+    untrained = manifest["untrained"]
+    callbacks = manifest.get("callbacks")
     if callbacks is None:
         callbacks = _former_callbacks(manifest)
     described = manifest.get("described")
@@ -84,7 +87,7 @@ def state_of(manifest: Any) -> RunState:
     for row in rows:
         whole(row["round"])
     if not isinstance(config := manifest.get("config", ""), str):
-        raise TypeError("its configuration's hash is no text")
+        raise TypeError("its configuration's hash is not a text")
     if not math.isfinite(seconds := real(manifest["seconds"])):
         raise ValueError("its seconds are not finite")
     return RunState(
@@ -107,22 +110,22 @@ def record_of(content: dict[str, Any]) -> ClientRecord:
     for count in (record.last_round, record.steps, record.epochs, record.images, record.bytes):
         whole(count)
     if not isinstance(record.sha256, str):
-        raise TypeError("a checksum is no text")
+        raise TypeError("a checksum is not a text")
     return record
 
 
 def whole(value: Any) -> int:
     """A count, or a `ValueError`."""
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError(f"{str(value)[:40]} is no count")
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{str(value)[:40]} is not a count")
     return value
 
 
 def real(value: Any) -> float:
-    """A number that can be computed with, or a `ValueError`; NaN and infinity are such numbers."""
+    """A number, NaN and infinity included, or a `ValueError`."""
     possible = isinstance(value, int | float) and not isinstance(value, bool)
     if not possible or 1e300 < abs(value) < math.inf:
-        raise ValueError(f"{str(value)[:40]} is no number")
+        raise ValueError(f"{str(value)[:40]} is not a number")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one; and one writer at a time."""
+"""Atomic writing of files, and locks that allow one writer at a time."""
 
 import hashlib
 import json
@@ -20,28 +20,29 @@ from fedx_pl.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # Not on Windows: there a folder is not locked.
+except ImportError:  # Not on Windows, where folders are not locked.
     fcntl = None  # type: ignore[assignment]
 
-SEAL = "checksum"  # the key that `sealed` adds
+SEAL = "checksum"  # key that `sealed` adds
 _ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,})")
-_LOCK = ".lock"
+LOCK = ".lock"  # in a folder that a process has for itself
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Not on Windows.
-_TRIES, _PAUSE = 10, 0.02  # seconds
+_LOCK_ATTEMPTS = 10
+_LOCK_PAUSE = 0.02  # seconds
 
 
 def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
-    """As safetensors, which store plain memory order; channels_last weights have another."""
+    """Tensors as safetensors, in plain memory order; channels_last weights have another."""
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
 def size_of(state: Mapping[str, Tensor]) -> int:
-    """In bytes, as it travels."""
+    """The size of a state's tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every program can read: a number that is not finite becomes null."""
+    """Standard JSON: a number that is not finite becomes null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -54,17 +55,17 @@ def _finite(value: Any) -> Any:
 
 
 def checksum(content: bytes) -> str:
-    """SHA-256."""
+    """The SHA-256 checksum."""
     return hashlib.sha256(content).hexdigest()
 
 
-# How names of what is being written end. No file of a user's own is called so, and what is found under such a name in
-# a folder of ours was left by a process that was killed.
+# Suffix of what is being written. No user's file has it, and in a folder of ours it was left by a
+# process that was killed.
 UNFINISHED = ".fedx-pl.tmp"
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with its own checksum in it, which `unsealed` looks at."""
+    """Adds a JSON object's checksum to it; `unsealed` verifies it."""
     return {**record, SEAL: checksum(json.dumps(record).encode())}
 
 
@@ -72,7 +73,7 @@ def unsealed(record: Any) -> dict[str, Any]:
     """Reverses `sealed`.
 
     Raises:
-        ValueError: it has no checksum, or another one.
+        ValueError: the checksum is missing or wrong.
     """
     if not isinstance(record, dict) or SEAL not in record:
         raise ValueError("it has no checksum")
@@ -82,52 +83,39 @@ def unsealed(record: Any) -> dict[str, Any]:
     return content
 
 
-def sums_of(files: Mapping[str, bytes]) -> bytes:
-    """The content of SHA256SUMS for some files, as ``sha256sum --check`` reads it."""
-    return "".join(f"{checksum(content)}  {name}\n" for name, content in files.items()).encode()
-
-
-def read_verified(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Reads all files that the SHA256SUMS of a folder is about.
-
-    Raises:
-        ValueError: one of them is not what it was.
-        OSError: one of them is missing.
-    """
-    files = {name: (folder / name).read_bytes() for name in names}
-    if sums_of(files) != (folder / "SHA256SUMS").read_bytes():
-        raise ValueError("its files do not match SHA256SUMS")
-    return files
-
-
 def round_folders(checkpoints: Path) -> list[Path]:
-    """The rounds in a folder of checkpoints, the oldest first; a copy that somebody made there is none of them."""
+    """The folders of rounds in a folder of checkpoints, the oldest first."""
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []
     rounds = {int(name.removeprefix("round_")): name for name in names if _ROUND.fullmatch(name)}
     return [checkpoints / rounds[number] for number in sorted(rounds)]
 
 
 def require_plain(folder: Path, inside: Sequence[str] = ()) -> None:
-    """Raises a `UserError` if a folder holds a link, a pipe or a device: writing would change what is elsewhere.
+    """Raises a `UserError` if a folder holds a link, a pipe or a device.
+
+    Writing to it would change files elsewhere.
 
     Args:
         folder: may be a link itself, and need not exist.
-        inside: the folders in it that are searched as well, with all that is in them.
+        inside: folders in it that are searched, too, with all that is in them.
     """
     if not folder.is_dir():
         return
-    waiting, own = [folder], {folder / name for name in inside}
+    waiting = [folder]
+    searched = {folder / name for name in inside}
     while waiting:
         with os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 path = Path(entry.path)
                 if entry.is_symlink():
                     raise UserError(
-                        f"{path} is a link to {os.readlink(path)}, and a run folder holds no links: files elsewhere "
-                        f"would be changed; replace it by a copy of what it leads to, or remove it"
+                        f"{path} is a link to {os.readlink(path)}, and a run folder holds no "
+                        f"links: files "
+                        f"elsewhere would be changed; replace it by a copy of what it leads to, or "
+                        f"remove it"
                     )
                 if entry.is_dir():
-                    if path in own or any(parent in own for parent in path.parents):
+                    if path in searched or any(parent in searched for parent in path.parents):
                         waiting.append(path)
                 elif not entry.is_file():
                     raise UserError(
@@ -136,38 +124,56 @@ def require_plain(folder: Path, inside: Sequence[str] = ()) -> None:
 
 
 def require_there(folder: Path) -> None:
-    """Raises a `UserError` if a run folder is gone; to write to it would make another one, with half a run."""
+    """Raises a `UserError` if a run folder is gone; writing would make one with half a run."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder} was deleted or moved while it was trained in, and nothing more can be saved there; move it back "
-            f"and start again to go on after its last round, or start again for a new run"
+            f"{folder} was deleted or moved while it was trained in, and nothing more can be saved "
+            f"there; move it back and start again to resume after its last round, or start again "
+            f"for a new run"
         )
 
 
 def write_atomically(
     path: Path, content: bytes, *, sync: bool = True, private: bool = False
 ) -> None:
-    """Writes a sibling, syncs it (what is not synced outlives the process, but maybe not the machine), renames it.
-
-    A link is replaced and not followed.
+    """Writes a file that is either the old or the new one after a crash. A link is replaced.
 
     Args:
-        path: of the file.
-        content: of the file.
-        sync: wait until it is on the disk.
-        private: nobody else may read it, nor list the folders that are made for it.
+        path: the file.
+        content: its bytes.
+        sync: wait until it is on disk. Without, it survives a killed process, but not a power loss.
+        private: no other user may read it, nor list the folders that are made for it.
 
     Raises:
         UserError: there is a folder or a device of that name.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file, and is left as it is; type another name")
-    make_private(path.parent) if private else path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path, sync=sync, private=private) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Like `write_atomically`, for content that is made piece by piece; but a link is followed.
+
+    The file replaces ``path`` when the block ends without an error.
+    """
+    with _replacing(Path(os.path.realpath(path)), sync=True, private=False) as file:
+        yield file
+
+
+@contextmanager
+def _replacing(path: Path, *, sync: bool, private: bool) -> Iterator[IO[bytes]]:
+    if private:
+        make_private(path.parent)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    temporary.unlink(missing_ok=True)  # Of a process that was killed and had the same number.
+    temporary.unlink(missing_ok=True)  # Left by a killed process that had the same number.
     try:
         with open(temporary, "xb", opener=private_file if private else None) as file:
-            file.write(content)
+            yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -177,39 +183,17 @@ def write_atomically(
         raise
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Gives a file to write into, and moves it to ``path`` when the block ends without an error.
-
-    Like `write_atomically`, for content that is made piece by piece. A link is followed.
-    """
-    place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}{UNFINISHED}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, place)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def require_file(path: Path, option: str = "-o") -> None:
-    """Refuses a place that no file can be written to.
+    """Raises a `UserError` if no file can be written to a path.
 
     Args:
         path: as typed after ``option``.
-        option: of the command.
-
-    Raises:
-        UserError: it is a folder, a pipe or a device, or there is no folder for it.
+        option: the option of the command.
     """
     if not path.parent.is_dir():
         raise UserError(
-            f"{option} {path}: there is no folder {path.parent}; make it first, or type another name"
+            f"{option} {path}: there is no folder {path.parent}; make it first, or type another "
+            f"name"
         )
     if path.exists() and not path.is_file():
         raise UserError(
@@ -218,21 +202,21 @@ def require_file(path: Path, option: str = "-o") -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    """Makes a folder and its missing parents, which only this user may read."""
     for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def private_file(path: str, flags: int) -> int:
-    """An `opener` for `open`: the file is for this user alone, also if it was there and open to others."""
-    number = os.open(path, flags, 0o600)
+    """An `opener` for `open`: only this user may read the file, even if it was there before."""
+    handle = os.open(path, flags, 0o600)
     if hasattr(os, "fchmod"):  # Not on Windows.
-        os.fchmod(number, 0o600)
-    return number
+        os.fchmod(handle, 0o600)
+    return handle
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Removes what processes that were killed left half written; only for who holds the folder's lock."""
+    """Removes what killed processes left half written; the caller must hold the lock."""
     for path in list(folder.rglob(f".*{UNFINISHED}")):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -240,7 +224,7 @@ def clear_unfinished(folder: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Makes renames inside a folder survive a power loss."""
     if os.name != "posix":
-        return  # Elsewhere a folder cannot be opened.
+        return  # Other systems cannot open a folder.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -249,12 +233,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process trains in a folder; leaves nothing there.
+    """Whether another process trains in a folder.
 
-    Those who ask do not see each other, and who starts to train meanwhile waits for the answer.
+    The check takes a shared lock for a moment, for which `lock` waits.
     """
     try:
-        handle = os.open(folder / _LOCK, os.O_RDONLY | _NO_LINK)
+        handle = os.open(folder / LOCK, os.O_RDONLY | _NO_LINK)
     except OSError:
         return False
     try:
@@ -270,28 +254,29 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock(folder: Path) -> IO[str]:
-    """Keeps other processes out of a folder until the returned file is closed or this process ends, however it ends.
+    """Keeps other processes out of a folder until the returned file is closed or the process ends.
 
     Raises:
         UserError: another process holds it.
     """
-    file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
-    for tries_left in reversed(range(_TRIES)):
+    file = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), "r+")
+    for tries_left in reversed(range(_LOCK_ATTEMPTS)):
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             if tries_left:
-                time.sleep(_PAUSE)  # It may be somebody who only asks, see `is_locked`.
+                time.sleep(_LOCK_PAUSE)  # It may be only `is_locked` of another process.
                 continue
             file.close()
             raise UserError(
-                f"another process is training in {folder}; wait for it, end it, or type run.dir=ANOTHER"
+                f"another process is training in {folder}; wait for it, end it, or use another folder"
             ) from None
         except OSError as error:  # Some network file systems cannot lock.
             warnings.warn(
-                f"the file system of {folder} cannot lock files ({error.strerror}): a second process that trains "
+                f"the file system of {folder} cannot lock files ({error.strerror}): a second "
+                f"process that trains "
                 f"there would not be noticed; see to it that there is none",
                 stacklevel=2,
             )

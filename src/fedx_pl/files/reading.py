@@ -1,6 +1,6 @@
-"""Reading files that may be anybody's: what takes too long, or nests too deep, is refused before it is read.
+"""Reading untrusted files: what is too long or too deeply nested is refused before it is read.
 
-Whatever is wrong with a file's content is a `ValueError` of one line; what the system says of the file, an `OSError`.
+Wrong content is a `ValueError` with a message of one line; an error of the system is an `OSError`.
 """
 
 import errno
@@ -13,38 +13,37 @@ import yaml
 from safetensors.torch import load
 from torch import Tensor
 
-MAX_YAML = (
-    250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
-)
+# Bytes. A configuration has 4,000, and PyYAML needs about ten seconds for a million.
+MAX_YAML = 250_000
 MAX_JSON = 64_000_000  # bytes; a split of a million images has 8 million
-MAX_DEPTH = 20  # of lists and mappings within each other
-MAX_NODES = 50_000  # values in a YAML file, those behind an alias counted each time
+MAX_DEPTH = 20  # of nested lists and mappings
+MAX_NODES = 50_000  # values in a YAML file; those behind an alias count each time
 MAX_TENSORS = 50_000  # in one file
 MAX_HEADER = 10_000_000  # bytes of names and shapes of tensors
 
 
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
-    """The content of a regular file: no device, which has no end, and no pipe, which may have no beginning.
+    """The content of a regular file; devices and pipes might never end.
 
     Args:
-        path: of the file.
-        limit: bytes at most.
+        path: the file.
+        limit: the largest number of bytes.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
         ValueError: it is too long.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    if limit is not None and about.st_size > limit:
-        raise ValueError(f"it has {about.st_size:,} bytes; at most {limit:,} are read")
+    if limit is not None and status.st_size > limit:
+        raise ValueError(f"it has {status.st_size:,} bytes; at most {limit:,} are read")
     with open(path, "rb") as file:
         return file.read() if limit is None else file.read(limit)
 
 
 def read_yaml(path: Path) -> Any:
-    """Plain values from a YAML file of somebody.
+    """Plain values from an untrusted YAML file.
 
     Raises:
         OSError: it cannot be read.
@@ -54,23 +53,23 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str | bytes, *, plain: bool = False) -> Any:
-    """Plain values from YAML of somebody.
+    """Plain values from untrusted YAML.
 
     Args:
         text: in UTF-8 if it is bytes.
-        plain: leave numbers and the like as text.
+        plain: keep all values as text.
     """
     if len(text) > MAX_YAML:
         raise ValueError(f"it has {len(text):,} characters; at most {MAX_YAML:,} are read")
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
         return yaml.load(decoded, Loader=_BoundedTextLoader if plain else _BoundedLoader)
-    except Exception as error:  # Its readers of numbers, dates and so on fail in any way they like.
+    except Exception as error:  # Its parsers of numbers, dates and so on raise anything.
         raise ValueError(_line(error)) from error
 
 
 def read_json(path: Path) -> Any:
-    """Plain values from a JSON file of somebody.
+    """Plain values from an untrusted JSON file.
 
     Raises:
         OSError: it cannot be read.
@@ -80,11 +79,11 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
-    """Plain values from JSON of somebody; a `ValueError` if it is none, or nests too deep.
+    """Plain values from untrusted JSON; a `ValueError` if it is not JSON, or nests too deep.
 
     Args:
         text: in UTF-8 if it is bytes.
-        strict: NaN and Infinity, which Python reads and JSON does not have, are refused.
+        strict: refuse NaN and Infinity, which Python reads and JSON does not have.
     """
     if len(text) > MAX_JSON:
         raise ValueError(f"it has {len(text):,} characters; at most {MAX_JSON:,} are read")
@@ -103,18 +102,8 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     raise ValueError(f"it nests more than {MAX_DEPTH} deep")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file of somebody.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or has more tensors than a network can have.
-    """
-    return parse_tensors(read_bytes(path))
-
-
 def parse_tensors(content: bytes) -> dict[str, Tensor]:
-    """The tensors of safetensors of somebody; a `ValueError` if they cannot be read, or are too many."""
+    """The tensors of untrusted safetensors; a `ValueError` if unreadable or too many."""
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER:
         raise ValueError(
@@ -128,7 +117,7 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
         raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
     try:
         return load(content)
-    except Exception as error:  # A kind of number that torch has not, a shape beyond 64 bits, ...
+    except Exception as error:  # A dtype that torch does not have, a shape beyond 64 bits, ...
         raise ValueError(_line(error)) from error
 
 
@@ -137,22 +126,23 @@ def _no_constant(name: str) -> None:
 
 
 class _Bounded:
-    """Counts what a YAML document holds while it is read."""
+    """Counts the values of a YAML document while it is read."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)  # type: ignore[call-arg]
-        self.depth, self.count = 0, 0
+        self.depth = 0
+        self.count = 0
         self.sizes: dict[int, int] = {}  # by the id of a finished node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One value, with all within it."""
-        before, alias = self.count, self.check_event(yaml.AliasEvent)  # type: ignore[attr-defined]
+        before = self.count
+        alias = self.check_event(yaml.AliasEvent)  # type: ignore[attr-defined]
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ValueError(f"it nests more than {MAX_DEPTH} deep")
         node = super().compose_node(parent, index)  # type: ignore[misc]
-        # Behind an alias stands a whole tree, which others will walk through: a few lines can stand for billions.
-        # One that is not finished holds itself, and has no end.
+        # Behind an alias stands a whole tree, which others will walk through: a few lines can stand
+        # for billions. One that is not finished holds itself, and has no end.
         self.count += self.sizes.get(id(node), MAX_NODES) if alias else 1
         if self.count > MAX_NODES:
             raise ValueError(f"it has more than {MAX_NODES:,} values")
@@ -170,6 +160,6 @@ class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
 
 
 def _line(error: Exception) -> str:
-    """What an exception says, as one line."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= 300 else f"{words[:300]} ..."
+    """The message of an exception as one line."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:300]} ..."

@@ -23,8 +23,9 @@ from lightly.models.modules.heads import ProjectionHead
 from torch import Tensor, nn
 
 from fedx_pl.backbones import with_feature_dim
-from fedx_pl.errors import UserError, options_of, require
+from fedx_pl.errors import UserError, options_of
 from fedx_pl.methods.optim import OptimOptions
+from fedx_pl.options import check
 from fedx_pl.provenance import loaded_code
 
 State = dict[str, Tensor]
@@ -189,9 +190,8 @@ class SSLMethod(pl.LightningModule):
         self.save_hyperparameters(
             ignore=["backbone"]
         )  # Those of subclasses, too: Lightning looks at their frames.
-        for name, units in (("hidden_dim", hidden_dim), ("embed_dim", embed_dim)):
-            possible = hasattr(units, "__index__") and units >= 1
-            require(f"method.{name}", units, possible, instead=f"method.{name}=256")
+        check("hidden_dim", hidden_dim, example=256, at_least=1)
+        check("embed_dim", embed_dim, example=256, at_least=1)
         self.feature_dim = int(with_feature_dim(backbone).feature_dim)  # type: ignore[arg-type]
         self.hidden_dim, self.embed_dim = hidden_dim, embed_dim
         self.optim = options_of("optim", optim, OptimOptions)

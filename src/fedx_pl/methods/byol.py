@@ -8,8 +8,8 @@ from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
 from fedx_pl import losses
-from fedx_pl.errors import require
 from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, mlp
+from fedx_pl.options import check
 
 
 class BYOL(SSLMethod):
@@ -28,7 +28,7 @@ class BYOL(SSLMethod):
             momentum: of the target's moving average.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.momentum", momentum, 0 <= momentum <= 1, instead="method.momentum=0.99")
+        check("momentum", momentum, example=0.99, at_least=0, at_most=1)
         super().__init__(backbone, **base)
         self.momentum = momentum
         # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from lightly.models.utils import deactivate_requires_grad
 from torch import Tensor, nn
 
-from fedx_pl.errors import require
 from fedx_pl.losses import info_nce
 from fedx_pl.methods.base import EmaPair, Embeddings, Loss, SSLMethod, State, Views, copy_state
+from fedx_pl.options import check
 
 
 class MoCo(SSLMethod):
@@ -42,15 +42,10 @@ class MoCo(SSLMethod):
             tau: temperature; the FedX paper has 0.1 for all objectives. 0 takes the version's own, .07 or .2.
             base: keyword arguments of `SSLMethod`.
         """
-        require(
-            "method.version",
-            version,
-            version in (1, 2),
-            instead="method.version=1 or method.version=2",
-        )
-        require("method.momentum", momentum, 0 <= momentum <= 1, instead="method.momentum=0.99")
-        require("method.queue_size", queue_size, queue_size >= 1, instead="method.queue_size=4096")
-        require("method.tau", tau, tau >= 0, instead="method.tau=0.1, or 0 for the version's own")
+        check("version", version, choices=(1, 2))
+        check("momentum", momentum, example=0.99, at_least=0, at_most=1)
+        check("queue_size", queue_size, example=4096, at_least=1)
+        check("tau", tau, example=0.1, at_least=0)
         super().__init__(backbone, **base)
         self.tau = tau or {1: 0.07, 2: 0.2}[version]
         if version == 1:

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedx_pl.backbones import eager
-from fedx_pl.errors import require
 from fedx_pl.losses import proto_nce
 from fedx_pl.methods.base import Embeddings, Loss, Views
 from fedx_pl.methods.moco import MoCo
+from fedx_pl.options import check
 from fedx_pl.seeding import derive
 
 
@@ -47,19 +47,11 @@ class ProtoCL(MoCo):
             prototype_weight: weight of the prototype term.
             moco: keyword arguments of `MoCo`.
         """
-        possible = len(cluster_sizes) > 0 and all(size >= 1 for size in cluster_sizes)
-        require(
-            "method.cluster_sizes",
-            list(cluster_sizes),
-            possible,
-            instead="method.cluster_sizes=[25,10,5]",
-        )
+        check("cluster_sizes", cluster_sizes, example=[25, 10, 5], at_least=1)
         super().__init__(backbone, **moco)
-        self.cluster_sizes, self.warmup_epochs, self.prototype_weight = (
-            cluster_sizes,
-            warmup_epochs,
-            prototype_weight,
-        )
+        self.cluster_sizes = cluster_sizes
+        self.warmup_epochs = warmup_epochs
+        self.prototype_weight = prototype_weight
         self.clusterings: list[Clustering] = []
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from fedx_pl.errors import require
 from fedx_pl.losses import nt_xent
 from fedx_pl.methods.base import Embeddings, Loss, SSLMethod, Views
+from fedx_pl.options import check
 
 
 class SimCLR(SSLMethod):
@@ -20,7 +20,7 @@ class SimCLR(SSLMethod):
             tau: temperature.
             base: keyword arguments of `SSLMethod`.
         """
-        require("method.tau", tau, tau > 0, instead="method.tau=0.1")
+        check("tau", tau, example=0.1, above=0)
         super().__init__(backbone, **base)
         self.tau = tau
 

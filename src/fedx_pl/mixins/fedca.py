@@ -4,35 +4,29 @@ What is left is the alignment module: all clients are drawn towards one frozen b
 public images, so that their embedding spaces do not part.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fedx_pl.errors import UserError, options_of, require
-from fedx_pl.files import checksum, read_verified, require_plain, round_folders, tensor_bytes
-from fedx_pl.files.reading import parse_json, parse_tensors
+from fedx_pl.errors import options_of
+from fedx_pl.files import checksum, require_plain, round_folders, tensor_bytes
+from fedx_pl.files.store import load_record
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
 from fedx_pl.mixins.teacher import Frozen, copy_network
+from fedx_pl.options import OptionError, Options, option
 
 
 @dataclass(frozen=True)
-class FedCAOptions:
+class FedCAOptions(Options):
     """The alignment term."""
 
-    enabled: bool = field(
-        default=False, metadata={"help": "add FedCA's alignment to the method (short: fedca=true)"}
-    )
-    beta: float = field(default=1.0, metadata={"help": "its weight"})
-    base: str = field(
-        default="", metadata={"help": "run folder of the base encoder, trained on public images"}
-    )
-
-    def __post_init__(self) -> None:
-        require("fedca.beta", self.beta, self.beta >= 0, instead="fedca.beta=1")
+    enabled: bool = option(False, "add FedCA's alignment to the method (short: fedca=true)")
+    beta: float = option(1.0, "its weight", at_least=0)
+    base: str = option("", "run folder of the base encoder, trained on public images")
 
 
 class FedCAMixin(Mixin):
@@ -57,11 +51,11 @@ class FedCAMixin(Mixin):
                 {name: tensor for name, tensor in state.items() if name in network.state_dict()}
             )
         except RuntimeError as error:
-            reason = str(error).splitlines()[1].strip()
-            raise UserError(
-                f"fedca.base={self.fedca.base} is of another network ({reason}); train one with the same backbone.*, "
-                f"method and method.embed_dim"
-            ) from error
+            reason = str(error).splitlines()[1].strip()  # The first line names the class only.
+            problem = f"is of another network ({reason})"
+            advice = "the folder of a run with the same backbone, method and {embed_dim}"
+            base = self.fedca.base
+            raise OptionError("base", base, problem, advice, FedCAOptions) from error
         self.base_checksum = checksum(tensor_bytes(network.state_dict()))
         self._fedca_base = Frozen()
         self._fedca_base.refresh(nn.Sequential(network["backbone"], network["projector"]))
@@ -79,20 +73,21 @@ class FedCAMixin(Mixin):
 def _base_state(base: str) -> State:
     """The newest global weights of a run folder."""
     if not base:
-        raise UserError(
-            "fedca.base= is empty: FedCA aligns to an encoder trained on public images; train one, e.g. "
-            "fedx-pl train federation.clients=1 seed=1000 data.limit=2000, and type fedca.base=ITS_RUN_FOLDER"
-        )
+        problem = "is empty: FedCA aligns to an encoder trained on public images"
+        train = "fedx-pl train federation.clients=1 seed=1000 data.limit=2000"
+        advice = f"{{base}}=FOLDER, that of a run such as `{train}`"
+        raise OptionError("base", ..., problem, advice, FedCAOptions)
     try:
         if not (Path(base) / "encoder.safetensors").exists():
             raise FileNotFoundError("encoder.safetensors")
         require_plain(Path(base), ("checkpoints",))
         newest = round_folders(Path(base) / "checkpoints")[-1]
-        files = read_verified(newest, ("global.safetensors", "state.json"))
-        if newest.name != f"round_{int(parse_json(files['state.json'])['round']):05d}":
+        tensors, state = load_record(newest)
+        if newest.name != f"round_{int(state['round']):05d}":
             raise ValueError(f"{newest.name} is another round")
-        return parse_tensors(files["global.safetensors"])
+        return tensors
     except (IndexError, KeyError, TypeError, OSError, ValueError) as error:
-        raise UserError(
-            f"fedca.base={base} is not the folder of a finished run ({error}); type fedca.base=FOLDER, where it is"
+        problem = f"is not the folder of a finished run ({error})"
+        raise OptionError(
+            "base", base, problem, "{base}=FOLDER, where it is", FedCAOptions
         ) from error

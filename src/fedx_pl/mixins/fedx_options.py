@@ -1,88 +1,58 @@
 """The options of FedX: weights of the four terms, and variants."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from fedx_pl.errors import UserError, require
+from fedx_pl.options import OptionError, Options, option
 
 _TERMS = ("local_contrast", "local_relation", "global_contrast", "global_relation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedXOptions:
+class FedXOptions(Options):
     """The four terms and their variants."""
 
-    enabled: bool = field(
-        default=False, metadata={"help": "add FedX to the method (short: fedx=true)"}
+    enabled: bool = option(False, "add FedX to the method (short: fedx=true)")
+    local_contrast: float = option(
+        1.0,
+        "weight of the method's own loss (and of what other mixins added to it)",
+        at_least=0,
     )
-    local_contrast: float = field(
-        default=1.0,
-        metadata={"help": "weight of the method's own loss (and of what other mixins added to it)"},
+    local_relation: float = option(1.0, "weight of the local relational loss", at_least=0)
+    global_contrast: float = option(1.0, "weight of the global contrastive loss", at_least=0)
+    global_relation: float = option(1.0, "weight of the global relational loss", at_least=0)
+    tau: float = option(0.1, "temperature of FedX's own three terms", above=0)
+    divergence: str = option(
+        "jsd", "jsd (Eq. 5) | authors (the released code's form)", choices=("jsd", "authors")
     )
-    local_relation: float = field(
-        default=1.0, metadata={"help": "weight of the local relational loss"}
+    contrast: str = option(
+        "symmetric",
+        "symmetric (the released code's) | literal (Eq. 7)",
+        choices=("symmetric", "literal"),
     )
-    global_contrast: float = field(
-        default=1.0, metadata={"help": "weight of the global contrastive loss"}
+    head: bool = option(True, "the projection head h; false compares f and F directly")
+    relation: str = option(
+        "batch",
+        "batch: relations to a second batch B_r | queue: to earlier steps (cheaper)",
+        choices=("batch", "queue"),
     )
-    global_relation: float = field(
-        default=1.0, metadata={"help": "weight of the global relational loss"}
+    relation_size: int = option(
+        0, "images of optim.batch_size that are B_r, or left out (queue); 0 = half", at_least=0
     )
-    tau: float = field(default=0.1, metadata={"help": "temperature of FedX's own three terms"})
-    divergence: str = field(
-        default="jsd", metadata={"help": "jsd (Eq. 5) | authors (the released code's form)"}
-    )
-    contrast: str = field(
-        default="symmetric", metadata={"help": "symmetric (the released code's) | literal (Eq. 7)"}
-    )
-    head: bool = field(
-        default=True, metadata={"help": "the projection head h; false compares f and F directly"}
-    )
-    relation: str = field(
-        default="batch",
-        metadata={
-            "help": "batch: relations to a second batch B_r | queue: to earlier steps (cheaper)"
-        },
-    )
-    relation_size: int = field(
-        default=0,
-        metadata={"help": "images of optim.batch_size that are B_r, or left out (queue); 0 = half"},
-    )
-    queue_size: int = field(default=256, metadata={"help": "relation=queue: embeddings kept"})
-    warmup: int = field(
-        default=0, metadata={"help": "rounds without the global terms, while F knows little"}
-    )
+    queue_size: int = option(256, "relation=queue: embeddings kept", at_least=2)
+    warmup: int = option(0, "rounds without the global terms, while F knows little", at_least=0)
 
     def __post_init__(self) -> None:
-        known = self.divergence in ("jsd", "authors")
-        require("fedx.divergence", self.divergence, known, instead="fedx.divergence=jsd or authors")
-        known = self.contrast in ("symmetric", "literal")
-        require("fedx.contrast", self.contrast, known, instead="fedx.contrast=symmetric or literal")
-        known = self.relation in ("batch", "queue")
-        require("fedx.relation", self.relation, known, instead="fedx.relation=batch or queue")
-        require(
-            "fedx.queue_size", self.queue_size, self.queue_size >= 2, instead="fedx.queue_size=256"
-        )
-        require(
-            "fedx.tau",
-            self.tau,
-            self.tau > 0,
-            instead="a positive number; the paper's is fedx.tau=0.1",
-        )
-        require(
-            "fedx.warmup", self.warmup, self.warmup >= 0, instead="fedx.warmup=0 or more rounds"
-        )
-        weights = {name: getattr(self, name) for name in _TERMS}
-        for name, weight in weights.items():
-            require(
-                f"fedx.{name}", weight, weight >= 0, instead=f"fedx.{name}=0 to leave the term out"
-            )
-        if not any(weights.values()):
-            raise UserError(f"all of fedx.{', fedx.'.join(_TERMS)} are 0: nothing is left to train")
+        super().__post_init__()
+        if not any(getattr(self, name) for name in _TERMS):
+            others = " and ".join(f"{{{name}}}" for name in _TERMS[1:])
+            problem = f"and {others} are 0, too: nothing is left to train"
+            raise OptionError(_TERMS[0], 0.0, problem, f"e.g. {{{_TERMS[0]}}}=1", FedXOptions)
         if self.warmup and not (self.local_contrast or self.local_relation):
-            raise UserError(
-                f"fedx.warmup={self.warmup} leaves nothing to train in the first rounds, since fedx.local_contrast "
-                f"and fedx.local_relation are 0; type fedx.warmup=0"
+            problem = (
+                "leaves nothing to train in the first rounds, "
+                "since {local_contrast} and {local_relation} are 0"
             )
+            raise OptionError("warmup", self.warmup, problem, "{warmup}=0", FedXOptions)
 
     def reserved(self, batch_size: int) -> int:
         """How many of a step's images are not in ``B``."""

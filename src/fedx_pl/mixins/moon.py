@@ -4,34 +4,27 @@ The local embedding should be nearer to what the global model of the round says 
 said at the end of its last round. The paper calls this MOON-unsup.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightly.models.utils import deactivate_requires_grad
 from torch import nn
 
-from fedx_pl.errors import options_of, require
+from fedx_pl.errors import options_of
 from fedx_pl.losses import model_contrast
 from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
 from fedx_pl.mixins.base import Mixin
 from fedx_pl.mixins.teacher import Frozen, copy_network
+from fedx_pl.options import Options, option
 
 
 @dataclass(frozen=True)
-class MoonOptions:
+class MoonOptions(Options):
     """The model-contrastive term."""
 
-    enabled: bool = field(
-        default=False, metadata={"help": "add MOON's term to the method (short: moon=true)"}
-    )
-    mu: float = field(default=1.0, metadata={"help": "its weight"})
-    tau: float = field(default=0.5, metadata={"help": "its temperature"})
-
-    def __post_init__(self) -> None:
-        require("moon.mu", self.mu, self.mu >= 0, instead="moon.mu=1, or 0.1, 5, 10 as in MOON")
-        require(
-            "moon.tau", self.tau, self.tau > 0, instead="a positive number; MOON's is moon.tau=0.5"
-        )
+    enabled: bool = option(False, "add MOON's term to the method (short: moon=true)")
+    mu: float = option(1.0, "its weight; MOON tries 0.1, 1, 5 and 10", at_least=0)
+    tau: float = option(0.5, "its temperature", above=0)
 
 
 class MoonMixin(Mixin):

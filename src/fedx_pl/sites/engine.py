@@ -1,30 +1,28 @@
-"""Clients are real sites, reached over Flower; each trains on its own images and keeps its private state.
+"""The engine whose clients are real sites: each trains on its own images and keeps its private state.
 
 `fedx-pl federate server` makes this engine; there is no `engine=flower` for `fedx-pl train`, whose images are here.
 """
 
-import json
 import math
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedx_pl.callbacks.dashboard import HEALTH, OWN, OWN_KINDS
+from fedx_pl.callbacks.dashboard import BUILT_IN, BUILT_IN_PREFIXES, HEALTH
 from fedx_pl.engines.base import Engine, MemoryOf
 from fedx_pl.errors import UserError
 from fedx_pl.federation.round import ClientMemory, GlobalState, Lost, RoundContext, Update
-from fedx_pl.files import write_atomically
 from fedx_pl.sites import wire
+from fedx_pl.sites.book import SiteBook
 from fedx_pl.sites.wire import BadMessage, Content
 
 if TYPE_CHECKING:  # Flower is not needed to read this module.
-    from fedx_pl.sites.link import Link, Reply
+    from fedx_pl.sites.link import Link
+    from fedx_pl.sites.records import Reply
     from fedx_pl.trainer import FederatedTrainer
 
 POLL_SECONDS = 0.3
@@ -46,7 +44,7 @@ HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 
 @dataclass(frozen=True, kw_only=True)
 class Guest:
-    """A site that is connected and has said hello."""
+    """A connected site that has answered HELLO."""
 
     node: int
     since: str
@@ -56,7 +54,7 @@ class Guest:
 
 @dataclass(kw_only=True)
 class Asked:
-    """A site that trains now."""
+    """A site that is training."""
 
     client: int
     message: str
@@ -81,15 +79,15 @@ class FlowerEngine(Engine):
         timeout: float,
         leave_encoder: bool = True,
     ) -> None:
-        """Joins a trainer and its sites.
+        """Connects a trainer with its sites.
 
         Args:
-            trainer: without clients of its own; its data module tells how many sites there are.
-            link: to the sites.
-            config: what sites are told, of `remote.site.offer`.
-            wait: seconds that the first round waits for all sites, before it goes on with `federation.min_clients`.
+            trainer: has no clients of its own; its data module says how many sites there are.
+            link: the connection to the sites.
+            config: the configuration that sites receive, made by `sites.site.offer`.
+            wait: seconds that the first round waits for all sites, before it starts with `federation.min_clients`.
             timeout: seconds that a round waits for a site that is there and does not answer.
-            leave_encoder: sites get the last weights to keep.
+            leave_encoder: whether sites receive the last weights, to keep.
         """
         super().__init__(trainer)
         self.leave_encoder = leave_encoder
@@ -107,13 +105,13 @@ class FlowerEngine(Engine):
         self.expected = trainer.datamodule.num_clients  # sites that the first round waits for
 
     def name_of(self, client: int) -> str:
-        """The site's own name."""
+        """The name of a client's site."""
         return f"site {self.book.name_of(client)}"
 
     # --- who is there -------------------------------------------------------------------------------------------------
 
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
-        """Waits until enough sites are there, and takes all of them or a sample of `federation.fraction`."""
+        """Waits for enough sites, and chooses all of them or a sample of `federation.fraction`."""
         least = self.trainer.min_clients
         wanted = least if self._started else max(least, self.expected)
         give_up, told = time.monotonic() + self.wait, -1
@@ -138,7 +136,7 @@ class FlowerEngine(Engine):
         )
 
     def _greet(self) -> None:
-        """Says hello to newcomers, takes note of answers and of those who left."""
+        """Sends HELLO to new sites, reads their answers, and forgets sites that left."""
         online = {(site.node, site.since): site for site in self.link.sites()}
         self._greeted = {key: message for key, message in self._greeted.items() if key in online}
         self._answered = {key: guest for key, guest in self._answered.items() if key in online}
@@ -194,7 +192,7 @@ class FlowerEngine(Engine):
     def run(
         self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
     ) -> Iterator[Update | Lost]:
-        """Asks all at once and yields answers as they come."""
+        """Asks all clients at once and yields their updates as they come."""
         asked = {}
         for client in clients:
             one = self._ask(context, client, memory_of(client))
@@ -236,7 +234,7 @@ class FlowerEngine(Engine):
         )
 
     def _look_after(self, asked: dict[str, Asked]) -> Iterator[Lost]:
-        """Asks a site again that was away for a moment, and gives up those that are gone or silent for too long."""
+        """Asks a site again that was away for a moment, and gives up sites that are gone or silent for too long."""
         online = {site.node: site.since for site in self.link.sites()}
         for message, one in list(asked.items()):
             since, now = online.get(one.guest.node), time.monotonic()
@@ -246,8 +244,10 @@ class FlowerEngine(Engine):
                 )
             elif since is None or (one.gone and since == one.guest.since):
                 one.gone = one.gone or now
-                if now > one.gone + GRACE_SECONDS:
+                if now > one.gone + GRACE_SECONDS and since is None:
                     yield self._lose(asked, message, wire.GONE)
+                elif now > one.gone + GRACE_SECONDS:  # It never left: that is its own doing.
+                    yield self._lose(asked, message, "its answer never came whole", fault=True)
             elif since != one.guest.since:
                 self._greet()  # It has restarted, and must be told the run again.
                 if (guest := self.guests.get(one.guest.name)) is not None:
@@ -288,7 +288,11 @@ class FlowerEngine(Engine):
             metrics = _possible(wire.numbers(meta, "metrics"))
             # A site that told what is the coordinator's would overwrite it.
             asked = () if one.content.meta["health"] else (*HEALTH, "alignment")
-            own = [name for name in metrics if name in (*OWN, *asked) or name.startswith(OWN_KINDS)]
+            own = [
+                name
+                for name in metrics
+                if name in (*BUILT_IN, *asked) or name.startswith(BUILT_IN_PREFIXES)
+            ]
             if own := [name for name in own if name not in ("loss_scale", "lr")]:
                 raise BadMessage(f"it tells {own[0]}, which is the coordinator's to tell")
             told = self._told.get(one.client, set()) | losses.keys() | metrics.keys()
@@ -323,7 +327,7 @@ class FlowerEngine(Engine):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Tells sites how the federation ended, and ends the link."""
+        """Tells sites how the federation ended, and closes the link."""
         try:
             with suppress(UserError):  # A SuperLink that is gone cannot tell anyone.
                 self._say_goodbye()
@@ -331,11 +335,13 @@ class FlowerEngine(Engine):
             self.link.close()
 
     def _say_goodbye(self) -> None:
-        """Sends the last message, and waits a little for sites to take it: it would be lost with the SuperLink."""
+        """Sends the last message, and waits a little for sites to take it, since it ends with the SuperLink."""
         trainer = self.trainer
         finished = trainer.should_stop or trainer.current_round >= trainer.max_rounds
         outcome = wire.FINISHED if finished else wire.STOPPED
         meta = {"run": self.book.run, "outcome": outcome, "round": trainer.current_round}
+        if finished and self.leave_encoder:  # A site that was just started has not been greeted.
+            meta["config"] = self.offer
         content = Content(
             meta, trainer.global_state.tensors() if finished and self.leave_encoder else {}
         )
@@ -359,7 +365,7 @@ class FlowerEngine(Engine):
 
 
 def _possible(metrics: dict[str, float]) -> dict[str, float]:
-    """A site's metrics without those that are missing; raises `BadMessage` for what cannot have been measured."""
+    """A site's metrics without missing ones; raises `BadMessage` for a value that cannot be measured."""
     found = {name: value for name, value in metrics.items() if not math.isnan(value)}
     for name in found.keys() & RANGES.keys():
         (least, most), value = RANGES[name], found[name]
@@ -367,48 +373,3 @@ def _possible(metrics: dict[str, float]) -> dict[str, float]:
         if abs(found[name] - value) > ROUNDING:
             raise BadMessage(f"it tells {name}={value:g}, possible are {least:g} to {most:g}")
     return found
-
-
-class SiteBook:
-    """Which site is which client, for as long as the run lives; new ones are added in the order they are met."""
-
-    def __init__(self, file: Path) -> None:
-        """Opens or creates the book, and with it the run's name among its sites."""
-        self._file = file
-        try:
-            found = (
-                json.loads(file.read_text())
-                if file.exists()
-                else {"run": secrets.token_hex(8), "sites": []}
-            )
-            self.run, self._sites = str(found["run"]), [str(name) for name in found["sites"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{file} is damaged ({error}), and only it knows the sites; type run.dir=ANOTHER"
-            ) from error
-        self._write()
-
-    def expect(self, names: Sequence[str]) -> None:
-        """Numbers sites that are known beforehand."""
-        for name in names:
-            self.client_of(name)
-
-    def client_of(self, name: str) -> int:
-        """A site's number."""
-        if name not in self._sites:
-            self._sites.append(name)
-            self._write()
-        return self._sites.index(name)
-
-    def knows(self, name: str) -> bool:
-        """Whether a site has been met."""
-        return name in self._sites
-
-    def name_of(self, client: int) -> str:
-        """A client's site."""
-        return self._sites[client]
-
-    def _write(self) -> None:
-        write_atomically(
-            self._file, json.dumps({"run": self.run, "sites": self._sites}, indent=1).encode()
-        )

@@ -1,10 +1,11 @@
-"""What a coordinator may ask of a site: limits of the site's own, looked at before anything is decoded or allocated."""
+"""Limits on what a coordinator may ask of a site, checked before anything is allocated."""
 
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,34 +17,47 @@ from fedx_pl.data.sources.folder import list_files
 from fedx_pl.errors import UserError
 from fedx_pl.federation.device import resolve_device
 from fedx_pl.files import size_of
+from fedx_pl.printing import byte_size
 
 GB = 1e9
-_COPIES = (
-    3  # of the weights, at least: those that came, those that are trained, and their gradients
-)
+# Copies of the weights that training needs at least: those received, those trained, and their
+# gradients.
+_COPIES = 3
 
 
-def require_within(limits: SiteOptions, config: Config, tree: dict[str, Any]) -> None:
+def require_within(
+    limits: SiteOptions, config: Config, tree: dict[str, Any], state: Path | None = None
+) -> None:
     """Raises a `UserError` if a run needs more than its site allows.
 
     Args:
-        limits: of the site.
-        config: of the run, as this site would train it.
+        limits: the limits of the site.
+        config: the configuration of the run, as this site would train it.
         tree: the part of it that the coordinator has sent.
+        state: the folder of the site's private state.
     """
     _require("site.max_epochs", config.federation.epochs, limits.max_epochs, "epochs in a round")
     side = max(config.data.image_size, config.augment.size)
     _require("site.max_side", side, limits.max_side, "pixels on a side")
     count = _count(config)
-    _require_room(limits, config, count)
-    if not code_words(tree):  # Code that the site trusts need not work without memory of its own.
+    _require_room(limits, config, count, state)
+    if not code_words(tree):  # Code that the site trusts may not work on the meta device.
         needed = _needed_memory(config, count) / GB
-        most = limits.max_memory_gb or device_memory(config) / GB
+        most = _memory_limit(limits, config) / GB
         _require("site.max_memory_gb", needed, most, "GB of memory at least")
 
 
+def max_message(config: Config) -> float:
+    """The largest message, in bytes, whose weights a site could train within its memory limit."""
+    return _memory_limit(config.site, config) / _COPIES
+
+
+def _memory_limit(limits: SiteOptions, config: Config) -> float:
+    return limits.max_memory_gb * GB or device_memory(config)
+
+
 def device_memory(config: Config) -> float:
-    """Bytes that the training device has."""
+    """The memory of the training device, in bytes."""
     device = resolve_device(config.run.device)
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
@@ -61,38 +75,55 @@ def _require(key: str, asked: float, most: float, what: str) -> None:
 
 
 def _count(config: Config) -> int:
-    """Files that may be images of this site; 0 for data sets whose images a coordinator cannot enlarge."""
-    root = root_folder(config.data)
-    return (
-        len(list_files(root, lambda line: None))
-        if config.data.name == "folder" and root.is_dir()
-        else 0
-    )
+    """How many files may be images of this site; 0 for data sets of a fixed image size."""
+    root, data = root_folder(config.data), config.data
+    folders = {
+        "folder": [root],
+        "imagenet10": [root / part / name for part in ("train", "val") for name in data.classes],
+    }
+    places = [place for place in folders.get(data.name, []) if place.is_dir()]
+    return sum(len(list_files(place, lambda line: None)) for place in places)
 
 
-def _require_room(limits: SiteOptions, config: Config, count: int) -> None:
-    """Decoded copies fit into what the site allows, and on the disk."""
-    channels = 1 if config.data.grayscale else 3
-    needed = count * config.data.image_size**2 * channels
-    _require("site.max_cache_gb", needed / GB, limits.max_cache_gb, "GB of decoded images")
+def _require_room(limits: SiteOptions, config: Config, count: int, state: Path | None) -> None:
+    """Checks that decoded copies fit into what the site allows, and on the disk.
+
+    All copies in the cache count, and so does the private state of all runs: a coordinator that
+    asks for one image size after the other, or for one run after the other, must not fill the disk.
+    """
+    channels, side = 1 if config.data.grayscale else 3, config.data.image_size
     folder = cache_folder(config.data)
+    copies = list(folder.glob("*/images.npy"))
+    there = any(_shape(file)[1:] == (side, side, channels) for file in copies)
+    needed = 0 if there else count * side**2 * channels
+    kept = list(state.glob("*/**/*.safetensors")) if state is not None else []
+    used = sum(file.stat().st_size for file in (*copies, *kept))
+    _require(
+        "site.max_cache_gb",
+        (used + needed) / GB,
+        limits.max_cache_gb,
+        "GB on disk, for decoded images and private state",
+    )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if needed > (free := shutil.disk_usage(place).free) and not _decoded_before(folder, needed):
+    if needed > (free := shutil.disk_usage(place).free):
         raise UserError(
-            f"the coordinator asks for {needed / GB:,.1f} GB of decoded images, {place} has room for {free / GB:,.1f}; "
-            f"type data.cache=ANOTHER"
+            f"the coordinator asks for {byte_size(needed)} of decoded images, the disk of their "
+            f"folder has room for {byte_size(free)}; type data.cache=ANOTHER"
         )
 
 
-def _decoded_before(folder: Path, needed: int) -> bool:
-    """Whether there is a copy of about that size: then none need be made."""
-    return any(
-        0.5 * needed < file.stat().st_size < 1.1 * needed for file in folder.glob("*/images.npy")
-    )
+def _shape(file: Path) -> tuple[int, ...]:
+    """The shape of the array in a file; empty if it cannot be read."""
+    try:
+        with open(file, "rb") as content:
+            np.lib.format.read_magic(content)
+            return tuple(np.lib.format.read_array_header_1_0(content)[0])
+    except (OSError, ValueError):
+        return ()
 
 
 def _needed_memory(config: Config, count: int) -> float:
-    """Bytes that training takes at least: found with the network on the meta device, which has no memory."""
+    """The bytes that training takes at least, found with the network on the meta device."""
     channels, side = 1 if config.data.grayscale else 3, config.data.image_size
     side = config.augment.size if 0 < config.augment.size < side else side
     try:
@@ -104,7 +135,7 @@ def _needed_memory(config: Config, count: int) -> float:
             activations = _activations(model.backbone, torch.empty(images, channels, side, side))
     except UserError:
         raise
-    except Exception as error:  # Sizes beyond what numbers can count, or a network that is none.
+    except Exception as error:  # Sizes that overflow, or layers that do not fit each other.
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the coordinator asks for a network that cannot be made ({reason})"
@@ -114,7 +145,7 @@ def _needed_memory(config: Config, count: int) -> float:
 
 
 def _activations(network: nn.Module, images: Tensor) -> float:
-    """Bytes of what the layers of a network give, which stay until the gradients are computed."""
+    """The bytes of a network's activations, which are kept until the gradients are computed."""
     total = 0.0
 
     def count(module: nn.Module, _: Any, output: Any) -> None:

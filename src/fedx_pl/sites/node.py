@@ -1,13 +1,15 @@
-"""A site's side of Flower: connect, take messages, answer them.
+"""A site's connection to the coordinator: receives messages and answers them.
 
-Flower's own SuperNode would load an app from the coordinator and run it here, in a new process for every message. A
-site of ours speaks the same protocol by Flower's own client classes, but runs nothing that comes over the wire, and
-keeps its model and images in one process. Undocumented modules, as in `link`.
+Flower's own SuperNode would load an app from the coordinator and run it here, in a new process for
+every message. A site speaks the same protocol through Flower's client classes, but runs nothing
+that comes over the wire, and keeps its model and images in one process. As in `link`, these modules
+of Flower are not documented.
 """
 
+import math
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,12 +34,14 @@ from flwr.supercore.inflatable import inflatable_protobuf_utils as objects
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
+    iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
-    pull_and_inflate_object_from_tree,
+    inflate_object_from_contents,
+    pull_objects,
     push_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -46,24 +50,27 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedx_pl.sites import wire
-from fedx_pl.sites.keys import public_pem
-from fedx_pl.sites.link import read, record
+from fedx_pl.sites.certificates import public_pem
+from fedx_pl.sites.door import SIGNED, sign
+from fedx_pl.sites.records import read, record, require_small
 from fedx_pl.sites.seal import Trust
-from fedx_pl.sites.superlink import SIGNED, sign
 
-HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two without one a site counts as gone.
+HEARTBEAT_SECONDS = 10.0  # Flower's shortest; after two missed ones a site counts as gone.
+LEAVE_SECONDS = 5.0  # how long a site that ends waits for a coordinator that does not answer
+MAX_RESPONSE = 64 * 2**20  # bytes of one HTTP response; Flower splits weights into parts of 5 MiB
+MAX_PARTS = 20_000  # of one message
 
 
 class Unreachable(Exception):
-    """Nobody answers, or somebody who has forgotten us: try again."""
+    """Nobody answers, or the coordinator does not know this site any more: connect again."""
 
 
 class Refused(Exception):
-    """The other side answers and will not have us."""
+    """The coordinator answers, but rejects this site."""
 
 
 class WrongCertificate(Refused):
-    """It is not who it should be."""
+    """The coordinator's certificate is not one of this federation."""
 
 
 class Incoming(NamedTuple):
@@ -76,7 +83,7 @@ class Incoming(NamedTuple):
 
 
 class Signing:
-    """Signs path and body of every request; Flower's own interceptor signs the time alone."""
+    """Signs the path and body of every request; Flower's own interceptor signs only the time."""
 
     def __init__(self, private: ec.EllipticCurvePrivateKey) -> None:
         self._sign = lambda text: private.sign(text, ec.ECDSA(hashes.SHA384()))
@@ -89,7 +96,7 @@ class Signing:
 
 
 class Node:
-    """A connection to the coordinator; make a new one when it is lost."""
+    """A connection to the coordinator. Make a new one when it is lost."""
 
     def __init__(
         self,
@@ -99,16 +106,20 @@ class Node:
         before: int | None = None,
         *,
         trust: Trust | None = None,
+        max_bytes: float = math.inf,
     ) -> None:
         """Connects.
 
         Args:
             server: HOST:PORT.
-            ca: who vouches for the coordinator; None: no TLS, and this site makes its key known by itself.
+            ca: certificates that vouch for the coordinator. None: no TLS, and this site registers
+                its own key.
             private: the site's key.
-            before: number of this site's last connection. The coordinator may not have seen that it ended, and would
-                not let the site in a second time.
-            trust: which messages are the coordinator's; one for all connections remembers those that have come.
+            before: number of this site's last connection. The coordinator may not have noticed that
+                it ended, and would refuse a second one.
+            trust: checks the coordinator's signatures. Pass the same object to all connections of a
+                site, so that a message cannot be repeated.
+            max_bytes: the largest message that is read.
         """
         signed = [NodeAuthHttpInterceptor(private, private.public_key()), Signing(private)]
         try:
@@ -120,13 +131,15 @@ class Node:
                 [RuntimeVersionHttpInterceptor("SuperNode"), *signed],
             )
         except (OSError, ValueError) as error:
-            raise WrongCertificate(f"{ca} is no usable certificate ({error})") from error
+            raise WrongCertificate(f"{ca} is not a usable certificate ({error})") from error
+        _restrict(self._client._client)
         public = public_pem(private)
+        self._max_bytes = max_bytes
         self._stop = threading.Event()
         self._lost = False
         try:
             if ca is None:
-                with suppress(Refused):  # Known already.
+                with suppress(Refused):  # It is registered already.
                     self._call(
                         self._client.RegisterNode, RegisterNodeFleetRequest(public_key=public)
                     )
@@ -142,38 +155,71 @@ class Node:
         self._heart.start()
 
     def next(self) -> Incoming | None:
-        """A message, if there is one."""
+        """The next message, if there is one.
+
+        A message that cannot be read is returned without its content, so that it is answered like
+        any other.
+        """
         if self._lost:
             raise Unreachable("the coordinator has forgotten this site")
         response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
         if not response.messages_list:
             return None
-        envelope, tree = (
-            message_from_proto(response.messages_list[0]),
-            response.message_object_trees[0],
-        )
-        run = envelope.metadata.run_id
-        pull = objects.make_pull_object_fn_protobuf(
+        tree = response.message_object_trees[0]
+        message = message_from_proto(response.messages_list[0])  # without its content
+        try:
+            message = self._pull(tree, message.metadata.run_id)
+            kind = message.metadata.message_type
+            if message.has_error():
+                raise wire.BadMessage("it is an error, which the coordinator never sends")
+            check = partial(self._trust.check, kind) if self._trust else None
+            return Incoming(kind, read(message.content, check=check), "", message=message)
+        except (Unreachable, Refused, KeyboardInterrupt, SystemExit):
+            raise
+        except wire.BadMessage as error:
+            reason = wire.plain(error)
+        except BaseException as error:  # Readers in native code may raise anything, also a panic.
+            reason = f"it cannot be read ({type(error).__name__})"
+        finally:
+            message.metadata.__dict__["_message_id"] = tree.object_id
+        return Incoming(message.metadata.message_type, None, reason, message=message)
+
+    def _pull(self, tree: Any, run: int) -> Message:
+        """Downloads a message part by part, within the bounds of this site."""
+        parts = [part.object_id for part in iterate_object_tree(tree)]
+        download = objects.make_pull_object_fn_protobuf(
             self._calling(self._client.PullObject), self._node, run
         )
         confirm = objects.make_confirm_message_received_fn_protobuf(
             self._calling(self._client.ConfirmMessageReceived), self._node, run
         )
+        sizes: list[int] = []
+
+        def pull(part: str) -> bytes:
+            content = download(part)
+            sizes.append(len(content))
+            self._require_size(sum(sizes))
+            return content
+
+        if len(parts) > MAX_PARTS:
+            raise wire.BadMessage(f"it has {len(parts):,} parts; at most {MAX_PARTS:,} are read")
         try:
-            message = pull_and_inflate_object_from_tree(tree, pull, confirm, return_type=Message)
-        except (ObjectPullError, KeyError, TypeError, ValueError) as error:
+            contents = pull_objects(parts, pull)
+        except ObjectPullError as error:
             raise Unreachable("a message broke off") from error
-        message.metadata.__dict__["_message_id"] = tree.object_id
-        kind = message.metadata.message_type
-        try:
-            if message.has_error():
-                raise wire.BadMessage("it is an error, which the coordinator never sends")
-            content = read(
-                message.content, check=partial(self._trust.check, kind) if self._trust else None
+        confirm(tree.object_id)
+        require_small(contents, self._max_bytes)  # One part may be named many times.
+        message = inflate_object_from_contents(tree.object_id, contents)
+        if not isinstance(message, Message):
+            raise wire.BadMessage(f"it is a {type(message).__name__}")
+        return message
+
+    def _require_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise wire.BadMessage(
+                f"it has more than {self._max_bytes:,.0f} bytes, which is what this site reads; "
+                "its memory limit is site.max_memory_gb"
             )
-        except wire.BadMessage as error:
-            return Incoming(kind, None, wire.plain(error), message=message)
-        return Incoming(kind, content, "", message=message)
 
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""
@@ -202,23 +248,25 @@ class Node:
                 raise Unreachable("the answer came too late") from error
 
     def close(self, *, leave: bool) -> None:
-        """Ends the connection.
+        """Ends the connection. Does not raise.
 
         Args:
-            leave: for good, so that nobody waits for this site; else it is asked again when it is back.
+            leave: tell the coordinator that this site is gone, so that nobody waits for it.
         """
         self._stop.set()
-        self._heart.join()
+        self._client._client.timeout = LEAVE_SECONDS
+        self._heart.join(LEAVE_SECONDS)
         if leave:
             self._leave(self.number)
-        self._client.close()
+        with suppress(Exception):
+            self._client.close()
 
     def _leave(self, number: int) -> None:
-        with suppress(Unreachable, Refused):
+        with suppress(Exception):  # The coordinator notices it by itself, after two heartbeats.
             self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=number))
 
     def _beat(self) -> None:
-        """Says that this site is there; gives up when the coordinator does not know it any more."""
+        """Sends heartbeats until the coordinator does not know this site any more."""
         request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT_SECONDS)
         while not self._stop.wait(HEARTBEAT_SECONDS * 0.7):
             try:
@@ -226,7 +274,7 @@ class Node:
                     raise Refused
             except Unreachable:
                 continue
-            except Refused:
+            except BaseException:  # Whatever it is: a thread would print it, and end unnoticed.
                 self._lost = True
                 return
 
@@ -238,7 +286,7 @@ class Node:
             return function(request)
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            if status in (502, 503, 504):  # A proxy whose coordinator is away.
+            if status in (502, 503, 504):  # A proxy that cannot reach the coordinator.
                 raise Unreachable(f"HTTP {status}") from error
             if status == 410:
                 raise Unreachable("the answer came too late") from error
@@ -249,8 +297,44 @@ class Node:
                     f"its certificate is not one of this federation's CA ({error})"
                 ) from error
             raise Unreachable(str(error) or type(error).__name__) from error
-        except ValueError as error:  # Something else listens there.
+        except ValueError as error:  # Something else listens on that port.
             raise Unreachable("whoever answers does not speak Flower's protocol") from error
+
+
+def _restrict(client: httpx.Client) -> None:
+    """Limits what a response can make a site do.
+
+    Redirects would send requests to any address of the site's own network. A compressed response of
+    a few kB may stand for gigabytes.
+    """
+    client.follow_redirects = False
+    client.headers["accept-encoding"] = "identity"
+    client.event_hooks = {"response": [_bound]}
+
+
+def _bound(response: httpx.Response) -> None:
+    """Called before the body of a response is read."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise httpx.RemoteProtocolError("a compressed response")
+    response.stream = _BoundedStream(response.stream)
+
+
+class _BoundedStream(httpx.SyncByteStream):
+    """The body of a response, up to `MAX_RESPONSE` bytes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        size = 0
+        for chunk in self._stream:
+            size += len(chunk)
+            if size > MAX_RESPONSE:
+                raise httpx.RemoteProtocolError(f"a response of more than {MAX_RESPONSE:,} bytes")
+            yield chunk
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _certificate_error(error: BaseException | None) -> bool:

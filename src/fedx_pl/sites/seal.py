@@ -1,4 +1,4 @@
-"""Seals of the coordinator's messages: a site does only what its coordinator asks of it, whoever brings the message.
+"""Signatures of the coordinator's messages: a site obeys its coordinator only, whoever delivers the message.
 
 TLS ends where a proxy may, and Flower itself tells a site nothing about who wrote a message. So the coordinator signs
 each with its key and sends its certificate along; a site needs nothing but the CA that it has.
@@ -18,32 +18,33 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedx_pl.sites.keys import AUTHORITY, ServerKeys, public_pem, read_private
+from fedx_pl.sites.certificates import AUTHORITY, public_pem, read_private
+from fedx_pl.sites.keys import ServerKeys
 from fedx_pl.sites.wire import BadMessage
 
 _SCHEME = ec.ECDSA(hashes.SHA384())
 
 
 class Seal:
-    """The coordinator's."""
+    """Signs the coordinator's messages."""
 
     def __init__(self, keys: ServerKeys) -> None:
         """Reads the coordinator's key.
 
         Args:
-            keys: of the coordinator.
+            keys: the coordinator's keys.
         """
         self._private, self._certificate = read_private(keys.key), keys.certificate.read_bytes()
         self._session, self._numbers = secrets.token_hex(16), itertools.count(1)
 
     def fields(self, site: bytes, kind: str, text: str, blob: bytes) -> dict[str, Any]:
-        """What travels with a message so that a site believes it.
+        """The fields that prove to a site who sent a message.
 
         Args:
-            site: its registered public key (PEM).
-            kind: of the message.
-            text: the message's JSON, which names the run.
-            blob: its tensors.
+            site: the registered public key of the site (PEM).
+            kind: the kind of the message.
+            text: the JSON of the message, which names the run.
+            blob: the tensors of the message.
         """
         number = next(self._numbers)
         signature = self._private.sign(
@@ -58,7 +59,10 @@ class Seal:
 
 
 class Trust:
-    """A site's: which messages are its coordinator's. Keep it as long as the site runs, so that none comes twice."""
+    """Checks at a site which messages are its coordinator's.
+
+    Keep one for as long as the site runs: it remembers which messages have come.
+    """
 
     def __init__(self, ca: Path, private: ec.EllipticCurvePrivateKey) -> None:
         """Reads the CA.
@@ -77,10 +81,10 @@ class Trust:
         """Raises `BadMessage` if a message is not from the coordinator, not for this site, or has come before.
 
         Args:
-            kind: of the message.
-            fields: of `Seal.fields`, or anything.
-            text: the message's JSON.
-            blob: its tensors.
+            kind: the kind of the message.
+            fields: what `Seal.fields` made, or anything.
+            text: the JSON of the message.
+            blob: the tensors of the message.
         """
         try:
             session, number = str(fields["session"]), int(fields["number"])

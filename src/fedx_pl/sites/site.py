@@ -1,13 +1,10 @@
-"""What a site does: it trains on its own images when the coordinator asks, and keeps its private state on its own disk.
+"""A site: trains on its own images when the coordinator asks, and keeps its private state.
 
-    STATE/ledger.json                      every answer that has left this site, see `Ledger`
-    STATE/.decoded-images/                 decoded copies of its images, if they are deleted at the end
-    STATE/RUN/round_00012.safetensors      private tensors after this site's training in round 12
-    STATE/RUN/memory.json                  its counters and checksums, by round
-    STATE/RUN/encoder/                     a run folder with the last weights, if the coordinator leaves them here
-
-Which state a round starts from is the coordinator's to say: the one of the last round in which it took this site's
-update. So a round that is repeated, or an update that was lost or dropped, leaves no trace.
+STATE/ledger.json, answers     every answer that has left this site, see `Ledger`
+STATE/errors.log               tracebacks
+STATE/.decoded-images/         decoded copies of its images, if they are deleted at the end
+STATE/RUN/                     private state of one run, see `Memories`
+STATE/RUN/encoder/             a run folder with the last weights, if the coordinator leaves them
 """
 
 import json
@@ -15,7 +12,6 @@ import re
 import shlex
 import shutil
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,47 +28,42 @@ from fedx_pl.data.partition import Elsewhere
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import geometry
 from fedx_pl.evaluation.features import drawn_rows, extract
-from fedx_pl.federation.checkpoint import Checkpoints, RunState
+from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
-from fedx_pl.files import (
-    UNFINISHED,
-    checksum,
-    make_private,
-    private_file,
-    tensor_bytes,
-    write_atomically,
-)
-from fedx_pl.files.reading import parse_tensors
+from fedx_pl.federation.run_state import RunState
+from fedx_pl.files import make_private, write_atomically
 from fedx_pl.methods.base import State
 from fedx_pl.provenance.foreign_code import write_record
 from fedx_pl.seeding import derive
 from fedx_pl.sites import limits, wire
+from fedx_pl.sites.fault_log import log_fault
 from fedx_pl.sites.ledger import Ledger
+from fedx_pl.sites.memories import Memories
 from fedx_pl.sites.wire import BadMessage, Content
 
-# What a coordinator decides; where images lie and what they run on is the site's own.
+# What a coordinator decides. Where the images are and on what the site trains is the site's own
+# decision.
 SHARED = (
-    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim", "federation", "privacy",
+    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim",
+    "federation", "privacy",
 )  # fmt: skip
 HEALTH_IMAGES = 512
-KEPT_ROUNDS = 3
-OURS = ".fedx-pl"  # in a folder that may be deleted
-MAX_LOG = 1_000_000  # bytes of tracebacks that a coordinator can make a site keep; then the log begins anew
+OURS = ".fedx-pl"  # marks a folder that may be deleted
 
 
 def offer(
     config: Config, channels: int, side: int, value_range: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """The part of a configuration that a coordinator tells its sites.
+    """The part of a configuration that a coordinator sends to its sites.
 
     Args:
-        config: of the run.
-        channels: of an image.
-        side: of an image.
-        value_range: of the coordinator's own images, if they have more than 8 bits per value.
+        config: the configuration of the run.
+        channels: the number of channels of an image.
+        side: the pixels on a side of an image.
+        value_range: that of the coordinator's own images, if they have more than 8 bits per value.
     """
     whole = asdict(config)
     data = {
@@ -83,14 +74,17 @@ def offer(
     }
     if bounds := list(value_range or config.data.value_range):
         data["value_range"] = bounds
-    told = {
-        key: whole[key] for key in SHARED if key != "mixins" or config.mixins
-    }  # Older sites do not know that key.
-    return told | {"data": data}
+    # Older sites do not know the key `mixins`.
+    shared = {key: whole[key] for key in SHARED if key != "mixins" or config.mixins}
+    return shared | {"data": data}
 
 
 class NotGreeted(BadMessage):
-    """Asked to train by a coordinator that has not seen that this site was away."""
+    """A request to train from a coordinator that has not noticed that this site was away."""
+
+
+class Unusable(UserError):
+    """This site's images cannot be used. The reason may name files and labels, and is not sent."""
 
 
 class Site:
@@ -108,38 +102,43 @@ class Site:
         """Prepares nothing yet: what to train comes with the first message.
 
         Args:
-            name: of this site.
-            state: folder for its private state.
-            own: overrides of the site itself: ``data.root=...``, ``run.device=...``. With ``data.cache=FOLDER``
-                decoded copies of its images are kept, else `close` deletes them.
-            report: takes lines for people.
+            name: the name of this site.
+            state: the folder for its private state.
+            own: the site's own overrides: ``data.root=...``, ``run.device=...``. With
+                ``data.cache=FOLDER`` decoded copies of its images are kept, else `close` deletes
+                them.
+            report: called with each line of output.
             allow_code: a method may be named by ``module:Class``; Python then imports the module.
         """
-        self.name, self.state, self.report, self.allow_code = name, state, report, allow_code
-        # Not `auto`: without a GPU it would train on some of the site's images only, by the profile's data.limit.
+        self.name = name
+        self.state = state
+        self.report = report
+        self.allow_code = allow_code
+        # Not `auto`: without a GPU it would train on some of the site's images only, by the
+        # profile's data.limit.
         typed = configuration.compose(["data=folder", "profile=paper", *own])
         self.copies: Path | None = None
         if typed.data.cache in ("", NO_CACHE):
             self.copies = state / ".decoded-images"
             typed = replace(typed, data=replace(typed.data, cache=str(self.copies)))
         self.own = typed
-        self.close()  # A site that was killed has left some.
+        self.close()  # A site that was killed may have left copies.
         self._decoded: DataOptions | None = None
         self.ledger = Ledger(state)
-        self.ended = ""  # how the federation ended, as of `wire.END`
-        self.refusal = ""
+        self.ended = ""  # how the federation ended: the outcome in a message `wire.END`
+        self.refusal = ""  # why the coordinator refuses this site
         self._ready: tuple[str, dict[str, Any]] | None = None
 
     def close(self) -> None:
-        """Deletes decoded copies of images, unless the site has typed where to keep them."""
+        """Deletes decoded copies of images, unless the site's overrides say where to keep them."""
         if self.copies is not None and (self.copies / OURS).exists():
             shutil.rmtree(self.copies, ignore_errors=True)
 
     def answer(self, kind: str, content: Content) -> Content | None:
-        """The reply to a message; a mistake that people can mend is a reply, too.
+        """The reply to a message. Errors are replies, too.
 
-        None for training without a greeting before. The coordinator will see that this site has connected anew, greet
-        it and ask again; what it needs of it now is not an error.
+        None for a request to train before a greeting. The coordinator will notice that this site
+        has connected again, greet it and repeat the request; an error would count against the site.
         """
         try:
             if kind == wire.HELLO:
@@ -156,32 +155,26 @@ class Site:
             reason = wire.plain(error)
             mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
             self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
+            if isinstance(error, Unusable):
+                reason = "its images cannot be used; the site's own terminal tells more"
         except (KeyboardInterrupt, SystemExit):
-            raise  # The site's own user.
-        # A full disk, a GPU out of memory: another round may go well. A panic of native code is no `Exception`.
+            raise  # from the site's own user
+        # After a full disk or a GPU out of memory, another round may go well. A panic of native
+        # code is no `Exception`.
         except BaseException as error:
             reason = f"{type(error).__name__}; the site's own terminal tells more"
             self.report_fault("failed at what the coordinator asks for", error)
         return Content({"site": self.name, "error": reason}, {})
 
     def report_fault(self, what: str, error: BaseException) -> None:
-        """One line for people, and the traceback in a log of this site's own.
+        """Reports an error in one line, and writes its traceback to the site's log.
 
         Args:
-            what: happened.
+            what: what happened.
             error: why.
         """
-        log = self.state / "errors.log"
-        try:
-            make_private(self.state)
-            mode = "a" if log.exists() and log.stat().st_size < MAX_LOG else "w"
-            with open(log, mode, opener=private_file) as file:
-                file.write(time.strftime("%Y-%m-%d %H:%M:%S\n"))
-                file.writelines(traceback.format_exception(error))
-            where = f"; {log} tells more"
-        except OSError as failure:
-            where = f"; {log} cannot be written ({failure.strerror})"
-        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}){where}")
+        where = log_fault(self.state / "errors.log", error)
+        self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}); {where}")
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
         run, tree = wire.text(meta, "run"), meta.get("config")
@@ -192,31 +185,34 @@ class Site:
         return {"site": self.name, "images": len(self.rows)}
 
     def _prepare(self, run: str, tree: dict[str, Any]) -> None:
+        """Gets ready to train for a run: loads the images and builds the model."""
         self._ready = None  # What follows may fail halfway.
         config = self._config(tree)
-        limits.require_within(self.own.site, config, tree)
-        if (
-            config.data != self._decoded
-        ):  # Or copies would grow with every size that a coordinator asks for.
+        if config.data != self._decoded:  # Else copies would pile up, one for each image size.
             self.close()
+            self._decoded = None
+        limits.require_within(self.own.site, config, tree, self.state)
         if self.copies is not None:
             write_atomically(self.copies / OURS, b"", private=True)
         self._decoded = config.data
-        data = load_images(config, self.report)
+        try:
+            data = load_images(config, self.report)
+        except UserError as error:
+            raise Unusable(str(error)) from error
         if data.value_range and not config.data.value_range:
-            # Left to itself each site would take its own range, and one value would mean different things.
+            # With a range of its own at each site, one value would mean different things.
             raise UserError(
-                "this site has images of more than 8 bits per value, and the coordinator has not said which values are "
-                "black and white; type data.value_range=[LOW,HIGH], e.g. [0,4095], at the coordinator, or here"
+                "this site has images of more than 8 bits per value, and the coordinator has not "
+                "said which values are black and white; type data.value_range=[LOW,HIGH], e.g. "
+                "[0,4095], at the coordinator, or here"
             )
-        shape, wanted = (
-            data.train.images.shape[1:],
-            (config.data.image_size, 1 if config.data.grayscale else 3),
-        )
+        shape = data.train.images.shape[1:]
+        wanted = config.data.image_size, 1 if config.data.grayscale else 3
         if (shape[0], shape[2]) != wanted:
             raise UserError(
-                f"data={config.data.name} gives this site images of {shape[0]} pixels and {shape[2]} channels, the "
-                f"coordinator's have {wanted[0]} and {wanted[1]}; it is asked for data.image_size and data.grayscale"
+                f"data={config.data.name} gives this site images of {shape[0]} pixels and "
+                f"{shape[2]} channels, the coordinator's have {wanted[0]} and {wanted[1]}; it is "
+                "asked for data.image_size and data.grayscale"
             )
         self.rows = np.arange(len(data.train.images))
         self.run = build(
@@ -234,7 +230,8 @@ class Site:
         if limit := self.own.privacy.max_epsilon:
             spent = self.ledger.spent(self.own.privacy.delta)
             self.report(
-                f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all runs so far"
+                f"privacy: epsilon={spent:.2f} of privacy.max_epsilon={limit:g} spent, over all "
+                "runs so far"
             )
 
     def _config(self, tree: dict[str, Any]) -> Config:
@@ -247,28 +244,28 @@ class Site:
         foreign = sorted(configuration.code_words(tree))
         if not isinstance(name, str) or (foreign and not self.allow_code):
             raise UserError(
-                f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if this site has that "
-                f"module and trusts it, start it with --allow-code"
+                f"{foreign[0] if foreign else 'method'} is code of the coordinator's choice; if "
+                "this site has that module and trusts it, start it with --allow-code"
             )
-        if "${" in json.dumps(
-            tree
-        ):  # OmegaConf would fill in what is asked for, e.g. environment variables.
+        # OmegaConf would resolve references, e.g. to environment variables.
+        if "${" in json.dumps(tree):
             raise BadMessage("a configuration with references")
-        told = configuration.from_tree(tree, "the coordinator's configuration")
-        self._require_privacy(told.privacy)
-        data = {key: getattr(told.data, key) for key in ("image_size", "grayscale", "mean", "std")}
-        data["value_range"] = told.data.value_range or self.own.data.value_range
+        asked = configuration.from_tree(tree, "the coordinator's configuration")
+        self._require_privacy(asked.privacy)
+        data = {key: getattr(asked.data, key) for key in ("image_size", "grayscale", "mean", "std")}
+        data["value_range"] = asked.data.value_range or self.own.data.value_range
         return replace(
-            told, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site
+            asked, data=replace(self.own.data, **data), run=self.own.run, site=self.own.site
         )
 
-    def _require_privacy(self, told: PrivacyOptions) -> None:
-        """The coordinator may ask for more protection than this site wants, but not for less."""
+    def _require_privacy(self, asked: PrivacyOptions) -> None:
+        """Checks that the coordinator does not ask for less protection than this site wants."""
         own = self.own.privacy
-        if (own.clip and not 0 < told.clip <= own.clip) or told.noise < own.noise:
+        if (own.clip and not 0 < asked.clip <= own.clip) or asked.noise < own.noise:
             raise UserError(
-                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more protection, the "
-                f"coordinator has privacy.clip={told.clip:g} privacy.noise={told.noise:g}"
+                f"this site wants privacy.clip={own.clip:g} privacy.noise={own.noise:g} or more "
+                f"protection, the coordinator has privacy.clip={asked.clip:g} "
+                f"privacy.noise={asked.noise:g}"
             )
 
     def _train(self, content: Content) -> Content:
@@ -295,29 +292,30 @@ class Site:
         self.report(f"round {number}: training")
         self._until = time.monotonic() + self.own.site.max_seconds
         update = self.local.run(context, client=client, data=data, memory=memory)
-        self.ledger.add(
-            config.privacy.noise
-        )  # Before anything else is kept: it may count too much, never too little.
+        # First of all: the ledger may count too much, never too little.
+        self.ledger.add(config.privacy.noise)
         self.memories.save(update.memory)
         metrics = update.metrics | (self._health() if meta.get("health") is True else {})
         self.report(
-            f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} images seen"
+            f"round {number}: loss {float(update.loss().mean()):.3f}, {update.images_seen:,} "
+            "images seen"
         )
         return Content(self._about(update, metrics, found), update.state.tensors())
 
     def _tick(self) -> None:
         if time.monotonic() > self._until:
             raise UserError(
-                f"the round takes longer than this site allows, site.max_seconds={self.own.site.max_seconds:g}"
+                "the round takes longer than this site allows, "
+                f"site.max_seconds={self.own.site.max_seconds:g}"
             )
 
     def _end(self, content: Content) -> None:
-        """The coordinator's last word. What fails here does not keep a site from ending."""
+        """Handles the coordinator's last message. A failure does not keep a site from ending."""
         outcome = wire.text(content.meta, "outcome")
         if outcome == wire.REFUSED:
             self.refusal = wire.text(content.meta, "reason")
         elif outcome == wire.STOPPED:
-            self.report("the coordinator has stopped, and may go on later; Ctrl-C ends this site")
+            self.report("the coordinator has stopped, and may resume later; Ctrl-C ends this site")
         elif outcome != wire.FINISHED:
             raise BadMessage(f"outcome={outcome}")
         self.ended = outcome
@@ -331,6 +329,9 @@ class Site:
         if not content.tensors:
             self.report("the coordinator leaves no encoder here")
             return
+        # A site that was started after the last round has not been greeted.
+        if "config" in content.meta:
+            self._hello(content.meta)
         if self._ready is None or self._ready[0] != content.meta.get("run"):
             self.report("this site has taken no part since it was started, so it keeps no encoder")
             return
@@ -341,13 +342,11 @@ class Site:
         write_atomically(folder / "config.yaml", config.to_yaml().encode(), private=True)
         state = RunState(round=number, config=config.hash)
         Checkpoints(folder, keep=1).commit(state, GlobalState.from_tensors(content.tensors))
-        images = shlex.quote(config.data.root)
-        self.report(
-            f"the encoder is in {folder}; next: fedx-pl embed {shlex.quote(str(folder))} {images}"
-        )
+        self.report(f"the encoder is in {folder}")
+        self.report(f"next: {shlex.join(['fedx-pl', 'embed', str(folder), config.data.root])}")
 
     def _memory(self, meta: dict[str, Any]) -> tuple[ClientMemory | None, bool]:
-        """What this site remembers of the round that the coordinator names, and whether it has found it."""
+        """The private state of the round that the coordinator names, and whether it was found."""
         last = wire.whole(meta, "last_round")
         if not last:
             return None, True
@@ -359,7 +358,7 @@ class Site:
         return ClientMemory.from_tensors(tensors, last_round=last, steps=steps, epochs=epochs), True
 
     def _health(self) -> dict[str, float]:
-        """Measures that need no labels, of this site's encoder on some of its own images."""
+        """Measures of the encoder on some of this site's images, without labels."""
         data, backbone = self.run.data, self.run.model.backbone
         drawn = drawn_rows(len(self.rows), HEALTH_IMAGES, derive(self.run.config.seed, "health"))
         images = data.images.train.images[drawn]
@@ -372,7 +371,7 @@ class Site:
         return geometry.health(plain) | {"alignment": geometry.alignment(first, second)}
 
     def _about(self, update: Update, metrics: dict[str, float], found: bool) -> dict[str, Any]:
-        """Counts and scalars; of the losses only the means of the round."""
+        """The numbers that are sent with an update; of the losses, their means over the round."""
         means = update.losses.mean(dim=0).tolist()
         return {
             "site": self.name,
@@ -387,60 +386,12 @@ class Site:
         }
 
 
-class Memories:
-    """A site's private state after its last rounds in one run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._file = folder, folder / "memory.json"
-        for half in folder.glob(f".*{UNFINISHED}"):  # Of a site that was killed while it wrote.
-            half.unlink()
-
-    def load(self, round_number: int) -> State | None:
-        """The private tensors after a round, or None if they are not here; forgets much older ones.
-
-        A coordinator whose newest checkpoint is damaged goes back by a round or two.
-        """
-        records = self._records()
-        for old in [number for number in records if number < round_number - KEPT_ROUNDS]:
-            (self.folder / _file_name(old)).unlink(missing_ok=True)
-            del records[old]
-        file = self.folder / _file_name(round_number)
-        if round_number not in records or not file.exists():
-            return None
-        content = file.read_bytes()
-        return parse_tensors(content) if checksum(content) == records[round_number] else None
-
-    def save(self, memory: ClientMemory) -> None:
-        """Keeps a client's private tensors."""
-        content = tensor_bytes(memory.tensors())
-        write_atomically(self.folder / _file_name(memory.last_round), content, private=True)
-        records = self._records() | {memory.last_round: checksum(content)}
-        kept = {
-            str(round_number): sha
-            for round_number, sha in records.items()
-            if (self.folder / _file_name(round_number)).exists()
-        }
-        write_atomically(self._file, json.dumps(kept, indent=1).encode(), private=True)
-
-    def _records(self) -> dict[int, str]:
-        try:
-            return {
-                int(round_number): str(sha)
-                for round_number, sha in json.loads(self._file.read_text()).items()
-            }
-        except (OSError, ValueError, AttributeError):
-            return {}
-
-
-def _file_name(round_number: int) -> str:
-    return f"round_{round_number:05d}.safetensors"
-
-
 def _require_same(state: State, reference: State) -> None:
-    """The coordinator's weights fit this site's network."""
+    """Raises `BadMessage` if the coordinator's weights do not fit this site's network."""
     if state.keys() != reference.keys():
         raise BadMessage(
-            f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one side"
+            f"weights of another network: {min(state.keys() ^ reference.keys())} is only on one "
+            "side"
         )
     for name, tensor in reference.items():
         if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):

@@ -1,4 +1,4 @@
-"""What travels between coordinator and sites: one JSON text and one safetensors blob per message, nothing else."""
+"""The wire format between coordinator and sites: one JSON text and one safetensors blob per message."""
 
 import math
 import re
@@ -9,34 +9,31 @@ from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.methods.base import State
 
 HELLO, TRAIN, END = "query", "train", "query.end"  # Flower's names for messages of these kinds
-FINISHED, STOPPED, REFUSED = (
-    "finished",
-    "stopped",
-    "refused",
-)  # how a federation ended for a site, in `END`
+# How a federation ended for a site, in `END`.
+FINISHED, STOPPED, REFUSED = "finished", "stopped", "refused"
 MAX_JSON, MAX_TEXT = 1_000_000, 1000
 MAX_NUMBER = 1e9  # A loss or metric beyond it measures nothing.
 GONE = "it is gone; it may come back for a later round"  # why a site has no answer
 
 
 class BadMessage(Exception):
-    """A message that does not make sense; the text says why."""
+    """Raised for a message that makes no sense; the text says why."""
 
 
 class Content(NamedTuple):
-    """What a message says."""
+    """The content of a message."""
 
     meta: dict[str, Any]
     tensors: State
 
 
 def pack(content: Content) -> tuple[str, bytes]:
-    """To (JSON, safetensors); not-a-number and infinity become null."""
+    """Writes a message as JSON and safetensors; NaN and infinity become null."""
     return json_text(content.meta), tensor_bytes(content.tensors)
 
 
 def unpack(text: str, blob: bytes) -> Content:
-    """The inverse of `pack`, for bytes that may come from anyone."""
+    """Reads what `pack` wrote, or anyone else."""
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
@@ -50,13 +47,13 @@ def unpack(text: str, blob: bytes) -> Content:
 
 
 def plain(words: object) -> str:
-    """Someone's words as one short line: a terminal would obey what is not printable."""
+    """A stranger's text as one short, printable line, since a terminal obeys control characters."""
     line = " ".join(str(words).split())[:MAX_TEXT]
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def whole(meta: dict[str, Any], key: str, least: int = 0, most: int = 2**53 - 1) -> int:
-    """A count in a message."""
+    """Reads a count from a message."""
     value = meta.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         range_ = f"from {least} on" if most == 2**53 - 1 else f"from {least} to {most}"
@@ -65,7 +62,7 @@ def whole(meta: dict[str, Any], key: str, least: int = 0, most: int = 2**53 - 1)
 
 
 def text(meta: dict[str, Any], key: str) -> str:
-    """A short text in a message."""
+    """Reads a short text from a message."""
     value = meta.get(key)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
         raise BadMessage(f"{key} is not a short text")
@@ -73,7 +70,7 @@ def text(meta: dict[str, Any], key: str) -> str:
 
 
 def numbers(meta: dict[str, Any], key: str, most: int = 64) -> dict[str, float]:
-    """Named numbers in a message; null, and what is not finite or absurdly large, is not-a-number."""
+    """Reads named numbers from a message; null, and what is not finite or absurdly large, becomes NaN."""
     found = meta.get(key)
     if not isinstance(found, dict) or len(found) > most:
         raise BadMessage(f"{key} is not a small table of numbers")

@@ -32,8 +32,7 @@ _DECODER = 3  # changes when the same files are decoded to other pixels than bef
 _BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar
 _MAX_REASONS = 5  # for skipping files that are reported
 POOL_SECONDS = 2.0  # less work than this is not worth starting processes
-_QUIET_SECONDS = 3.0
-_PLAIN_SECONDS = 30.0  # between progress lines where there is no terminal
+_QUIET_SECONDS = 3.0  # of decoding before a progress bar appears
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,29 +287,13 @@ class _Process:
 def _with_progress(
     results: Iterator[Answered], total: int, report: Report, title: str
 ) -> Iterator[Answered]:
-    """Passes results on, with a progress bar on a terminal or a line now and then elsewhere."""
-    from rich.console import Console
-    from rich.progress import Progress
+    """Passes results on and shows progress, if it takes a while."""
+    from fedx_pl.display import Display, make_console  # Here: rich takes a while to import.
 
-    start = reported = time.monotonic()
-    console = Console(stderr=True)
-    bar = None
+    console = make_console(stderr=True)
     done = 0
-    try:
+    with Display(console, title, report=report, delay=_QUIET_SECONDS) as display:
         for result in results:
             yield result
             done += len(result[1])
-            now = time.monotonic()
-            if console.is_interactive and now - start > _QUIET_SECONDS:
-                if bar is None:
-                    bar = Progress(console=console, transient=True)
-                    bar.start()
-                    task = bar.add_task(title, total=total)
-                bar.update(task, completed=done)
-            elif not console.is_interactive and now - reported > _PLAIN_SECONDS:
-                reported = now
-                left = (now - start) / done * (total - done)
-                report(f"{title}: {done} of {total}, about {left:.0f} s left")
-    finally:
-        if bar is not None:
-            bar.stop()
+            display.update(done, total, line=f"{title}: {done:,} of {total:,}")

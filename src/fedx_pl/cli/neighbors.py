@@ -1,6 +1,6 @@
-"""``fedx-pl neighbours``: finds the images most like one."""
+"""``fedx-pl neighbors``: finds the images most similar to one."""
 
-import argparse
+from types import SimpleNamespace
 
 from fedx_pl.cli.embed import decoded_copies, load_encoder
 from fedx_pl.encoder import neighbors
@@ -8,8 +8,8 @@ from fedx_pl.errors import require, say
 from fedx_pl.files import require_file
 
 
-def run(options: argparse.Namespace) -> None:
-    """Finds the images most like one."""
+def run(options: SimpleNamespace) -> None:
+    """Finds the images most similar to one, prints their names and writes a page."""
     require("--count", options.count, options.count >= 1, instead="--count 12")
     require_file(options.out)
     encoder = load_encoder(options)
@@ -18,6 +18,6 @@ def run(options: argparse.Namespace) -> None:
     neighbors.contact_sheet(
         options.out, options.query, options.images, found=found, value_range=encoder.value_range
     )
-    for path, like in found:
-        say(f"{like:.3f}  {path}")
+    for path, similarity in found:
+        say(f"{similarity:.3f}  {path}")
     say(f"pictures: {options.out}")

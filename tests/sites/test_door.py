@@ -2,15 +2,10 @@
 
 import asyncio
 import base64
-import socket
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
-import federation_parts as parts
 import pytest
 from helpers import PATIENCE
 
@@ -28,10 +23,10 @@ from flwr.proto.message_pb2 import (
 )
 from flwr.proto.node_pb2 import Node
 
-from fedx_pl.errors import UserError
-from fedx_pl.sites import superlink
-from fedx_pl.sites.keys import public_pem
-from fedx_pl.sites.superlink import CALLS, FLEET, Door, Guard, Held, Ledger, Listener, listen
+from fedx_pl.sites import door
+from fedx_pl.sites.certificates import public_pem
+from fedx_pl.sites.door import CALLS, FLEET, Door, Ledger
+from fedx_pl.sites.guard import Guard
 
 ELSEWHERE, HERE = ("203.0.113.9", 5000), ("127.0.0.1", 5000)
 PULL = FLEET + "pull-messages"
@@ -55,7 +50,7 @@ class Caller:
         await send({"type": "http.response.start", "status": 200})
 
     def headers(self, path: str, body: bytes = b"") -> dict[str, str]:
-        signed = superlink.sign(
+        signed = door.sign(
             path, body, lambda text: self.private.sign(text, ec.ECDSA(hashes.SHA384()))
         )
         key = base64.b64encode(public_pem(self.private)).decode()
@@ -178,9 +173,28 @@ def test_clocks_may_differ_by_a_minute(
             return datetime.now(UTC) + timedelta(seconds=seconds)
 
     with monkeypatch.context() as patch:
-        patch.setattr(superlink, "datetime", Clock)
+        patch.setattr(door, "datetime", Clock)
         headers = caller.headers(PULL)
     assert caller.knock(PULL, headers) == status
+
+
+def test_a_body_is_as_long_as_its_call_allows_whatever_its_head_says() -> None:
+    """A chunked body has no length: Content-Length does not count beside it."""
+    caller = Caller()
+    body = bytes(CALLS["pull-messages"] + 1)
+    headers = caller.headers(PULL, body) | {"content-length": "1", "transfer-encoding": "chunked"}
+    assert caller.knock(PULL, headers, body) == 413
+    assert not caller.reached
+
+
+@pytest.mark.parametrize("name", ["flwr-public-key", "flwr-signature", "x-fedx-signed"])
+def test_who_calls_is_said_once(name: str) -> None:
+    """Flower reads the first of two: one key could pass the door, and another be the site to Flower."""
+    caller, victim = Caller(), Caller()
+    first = {name.upper(): victim.headers(PULL).get(name, "x")}
+    second = {"flwr-signature": "y"} | caller.headers(PULL)
+    assert caller.knock(PULL, first | second) == 400
+    assert not caller.reached
 
 
 def test_only_the_kind_of_key_that_we_make() -> None:
@@ -189,7 +203,7 @@ def test_only_the_kind_of_key_that_we_make() -> None:
 
 
 def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superlink, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(door, "BODY_SECONDS", 0.01)
     caller = Caller()
     assert caller.knock(PULL, caller.headers(PULL, b"one"), None) == 408
     assert not caller.reached
@@ -197,7 +211,7 @@ def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_site_has_a_few_requests_at_once() -> None:
     caller = Caller()
-    caller.door._busy[public_pem(caller.private)] = superlink.AT_ONCE
+    caller.door._busy[public_pem(caller.private)] = door.AT_ONCE
     assert caller.ask("pull-messages") == 429
 
 
@@ -276,88 +290,40 @@ def test_a_site_fetches_and_confirms_its_own_messages(asked: Caller) -> None:
         assert asked.ask("confirm-message-received", request) == status
 
 
+def test_a_part_is_the_same_wherever_an_answer_names_it(asked: Caller) -> None:
+    """`d1` is two parts where it is first named, and `d2` two of `d1`: with each level the parts would double."""
+    levels = [tree("d1", tree("d0"), tree("d0"))]
+    levels += [tree(f"d{n}", tree(f"d{n - 1}"), tree(f"d{n - 1}")) for n in range(2, 6)]
+    assert asked.ask("push-messages", answer(parts_of=tree("answer", *levels))) == 400
+    assert asked.ask("push-messages", answer(parts_of=tree("answer", tree("answer")))) == 400
+    twice = tree("answer", levels[0], levels[0])
+    assert asked.ask("push-messages", answer(parts_of=twice)) == 200
+
+
+def test_a_message_is_answered_once(asked: Caller) -> None:
+    assert asked.ask("push-messages", answer()) == 200
+    assert asked.ask("push-messages", answer()) == 410
+
+
+def test_what_a_site_left_behind_goes_with_its_message(asked: Caller) -> None:
+    """Unread messages and half-uploaded answers would otherwise fill the memory, one with each round."""
+    deleted: list[str] = []
+    asked.ledger.delete = deleted.append
+    assert asked.ask("push-messages", answer()) == 200
+    for number in range(door.REMEMBERED + 1):
+        asked.ledger.note(SITE, str(number), [])
+    assert deleted == ["question", "answer", "0"]
+
+
 def test_what_cannot_be_read_is_refused(asked: Caller) -> None:
     path = FLEET + "push-messages"
     assert asked.knock(path, asked.headers(path, b"\xff"), b"\xff") == 400
 
 
 def test_old_messages_are_forgotten(asked: Caller) -> None:
-    for number in range(superlink.REMEMBERED):
+    for number in range(door.REMEMBERED):
         asked.ledger.note(SITE, str(number), [])
     assert asked.ask("push-messages", answer()) == 410
-
-
-# --- connections ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def guarded(**bounds: int) -> Iterator[tuple[Guard, Callable[[], tuple[socket.socket, Held]]]]:
-    """A guard, and a function that connects: the caller's end and the door's."""
-    ends: list[socket.socket] = []
-    with Listener() as listener:
-        listener.guard = Guard(**bounds)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-
-        def connect() -> tuple[socket.socket, Held]:
-            caller = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
-            ends.append(caller)
-            held, _ = listener.accept()
-            ends.append(held)
-            assert isinstance(held, Held)
-            return caller, held
-
-        yield listener.guard, connect
-        for one in ends:
-            one.close()
-
-
-def is_open(held: Held) -> bool:
-    held.setblocking(False)
-    try:
-        return held.recv(1) != b""
-    except BlockingIOError:
-        return True
-
-
-def test_who_waits_longest_makes_place() -> None:
-    with guarded(each=2) as (_guard, connect):
-        held = [connect()[1] for _ in range(3)]
-        assert [is_open(one) for one in held] == [False, True, True]
-    with guarded(most=2) as (_guard, connect):
-        held = [connect()[1] for _ in range(3)]
-        assert [is_open(one) for one in held] == [False, True, True]
-
-
-def test_who_has_signed_stays() -> None:
-    with guarded(each=2) as (guard, connect):
-        (first, one), (_, two) = connect(), connect()
-        guard.signed(first.getsockname(), busy=True)
-        guard.signed(first.getsockname(), busy=False)
-        connect()
-        assert (is_open(one), is_open(two)) == (True, False)
-
-
-def test_there_is_an_end_to_connections() -> None:
-    with guarded(most=1) as (_guard, connect):
-        for _ in range(1 + superlink.BACKLOG):
-            connect()
-        with pytest.raises(BlockingIOError):
-            connect()
-
-
-def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with guarded() as (guard, connect):
-        (first, one), (_, two) = connect(), connect()
-        guard.signed(first.getsockname(), busy=True)
-        guard.sweep()
-        assert is_open(two)
-        monkeypatch.setattr(superlink, "HEAD_SECONDS", -1.0)
-        guard.sweep()
-        assert (is_open(one), is_open(two)) == (True, False)
-        guard.signed(first.getsockname(), busy=False)
-        guard.sweep()
-        assert not is_open(one)
 
 
 def test_the_start_and_end_of_the_server_pass() -> None:
@@ -366,74 +332,6 @@ def test_the_start_and_end_of_the_server_pass() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    door = Door(app, sites=frozenset(), ledger=Ledger(), guard=Guard(), tree_of=lambda _: None)
-    asyncio.run(door({"type": "lifespan"}, None, None))
+    opened = Door(app, sites=frozenset(), ledger=Ledger(), guard=Guard(), tree_of=lambda _: None)
+    asyncio.run(opened({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]
-
-
-def addresses(host: str) -> list[str]:
-    sockets = listen(host, parts.free_port())
-    try:
-        return [one.getsockname()[0] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-
-
-def test_the_coordinator_s_own_address_is_always_there() -> None:
-    """The certificate names 127.0.0.1 in any case: a site on this machine finds it there."""
-    assert addresses("0.0.0.0") == ["0.0.0.0"]
-    assert addresses("127.0.0.1") == ["127.0.0.1"]
-    assert addresses("localhost") == ["127.0.0.1"]
-    assert addresses("127.0.0.2") == ["127.0.0.2", "127.0.0.1"]
-
-
-@pytest.mark.skipif(
-    not socket.has_dualstack_ipv6(), reason="needs IPv6: sysctl -w net.ipv6.conf.all.disable_ipv6=0"
-)
-def test_ipv6() -> None:
-    assert addresses("::1") == ["::1", "127.0.0.1"]
-    (both,) = listen("::", port := parts.free_port())
-    with both, socket.create_connection(("127.0.0.1", port), timeout=120):
-        assert both.accept()[1][0] == "::ffff:127.0.0.1"
-
-
-def test_a_port_that_is_taken_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedx_pl.sites import link
-
-    monkeypatch.setattr(link, "FREE_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for host in ("127.0.0.1", "0.0.0.0", "127.0.0.2"):
-            with pytest.raises(
-                UserError, match=rf"--port {port} cannot be used .*type another --port"
-            ):
-                link._listen(host, port)
-    with pytest.raises(
-        UserError, match=r"--host 203\.0\.113\.9 --port \d+ cannot be used .*--host 0\.0\.0\.0"
-    ):
-        link._listen("203.0.113.9", port)  # Not an address of this machine: no use in waiting.
-
-
-def test_a_port_that_was_taken_for_a_moment_is_waited_for() -> None:
-    from threading import Timer
-
-    from fedx_pl.sites import link
-
-    taken = socket.create_server(("127.0.0.1", 0))
-    Timer(0.3, taken.close).start()
-    (found,) = link._listen("127.0.0.1", taken.getsockname()[1])
-    found.close()
-
-
-def test_a_place_that_is_too_long_for_a_socket_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fedx_pl.sites import link
-
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with pytest.raises(UserError, match="set TMPDIR to a short path"):
-        link._entrance()
-    assert not list(long.iterdir())

@@ -8,7 +8,8 @@ from helpers import EXPERIMENTS, definition
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.experiments.definition import load_experiment, load_experiments, parse_only
-from fedx_pl.experiments.sweep import plan_jobs
+from fedx_pl.experiments.jobs import plan_jobs
+from fedx_pl.experiments.results import configured
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -17,7 +18,7 @@ def test_every_cell_of_every_experiment_composes_to_a_run_of_its_own(
     path: Path, profile: str
 ) -> None:
     experiment = load_experiment(path)
-    hashes = [experiment.config(cell, profile, seed=3).hash for cell in experiment.cells(profile)]
+    hashes = [configured(experiment, cell, profile, 3).hash for cell in experiment.cells(profile)]
     assert len(set(hashes)) == len(hashes)
     assert len(hashes) >= 2 or (profile == "paper" and not experiment.paper)
 
