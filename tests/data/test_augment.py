@@ -281,7 +281,7 @@ class DeviceGenerator:
 
 def test_a_device_generator_is_followed_on_the_host_by_its_state():
     draws = [
-        torch.randperm(1000, generator=augment._host_generator(DeviceGenerator(*s)))
+        torch.randperm(1000, generator=augment.host_generator(DeviceGenerator(*s)))
         for s in ((1, 2), (1, 2), (1, 3))
     ]
     assert torch.equal(draws[0], draws[1])

@@ -164,7 +164,7 @@ def test_cut_gives_the_numbers_of_a_hand_computed_case():
     start .5, rounded down: floor(2.17) = 2, floor(6.33) = 6, 6, floor(10.5) = 10. Differences: 2,
     4, 0, 4.
     """
-    counts = dealing._cut(
+    counts = dealing.cut(
         10, np.array([0.1, 0.25, 0.4, 0.25]), np.array([True, True, False, True]), FixedRng()
     )
     assert counts.tolist() == [2, 4, 0, 4]
@@ -172,7 +172,7 @@ def test_cut_gives_the_numbers_of_a_hand_computed_case():
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])
 def test_cut_gives_all_to_one_open_client_when_no_share_is_left(shares):
-    assert dealing._cut(
+    assert dealing.cut(
         7, np.array(shares), np.array([False, True, False]), FixedRng()
     ).tolist() == [0, 7, 0]
 
@@ -180,7 +180,7 @@ def test_cut_gives_all_to_one_open_client_when_no_share_is_left(shares):
 def test_cut_deals_no_image_that_is_not_there():
     """The largest float below 1, added to 50,000, rounds to 50,001."""
     assert (
-        dealing._cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum()
+        dealing.cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum()
         == 50_000
     )
 
@@ -247,7 +247,7 @@ def test_top_up_takes_from_the_largest_only():
     """Sizes 9, 8, 3, 0 with 3 wanted: 3 to move; the level 7 frees 2 + 1."""
     owner = np.repeat([0, 1, 2], [9, 8, 3])
     before = owner.copy()
-    assert dealing._top_up(owner, 4, 3, np.random.default_rng(0)) == 3
+    assert dealing.top_up(owner, 4, 3, np.random.default_rng(0)) == 3
     assert np.bincount(owner).tolist() == [7, 7, 3, 3]
     assert (before != owner).sum() == 3
 

@@ -33,13 +33,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder") / "run"
-    words = [
-        "profile=paper", f"data.root={tiny_root}", "data.verify=false", "data.download=false",
-        "backbone.name=resnet10",
-        "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1", f"run.dir={folder}",
-        "evaluation.linear.epochs=1", "data.limit=80", f"run.threads={THREADS}",
-    ]  # fmt: skip
-    assert cli.main(["train", *words]) == 0
+    overrides = [
+        *("profile=paper", "data.verify=false", "data.download=false", "data.limit=80"),
+        *(f"data.root={tiny_root}", f"run.dir={folder}", f"run.threads={THREADS}"),
+        *("backbone.name=resnet10", "backbone.width=4", "evaluation.linear.epochs=1"),
+        *("federation.clients=2", "federation.rounds=1", "federation.epochs=1"),
+    ]
+    assert cli.main(["train", *overrides]) == 0
     return folder
 
 
@@ -87,15 +87,15 @@ def test_the_encoder_normalizes_and_has_the_weights_of_the_run(run: Path) -> Non
 def run_alone(code: str, arguments: list[str]) -> np.ndarray:
     """In a process that cannot import this package."""
     alone = f"import sys; sys.modules['fedx_pl'] = None\n{code}"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", alone, *arguments],
         capture_output=True,
         text=True,
         check=False,
         cwd="/",
     )
-    assert found.returncode == 0, found.stderr
-    return np.array(json.loads(found.stdout.splitlines()[-1]), dtype=np.float32)
+    assert result.returncode == 0, result.stderr
+    return np.array(json.loads(result.stdout.splitlines()[-1]), dtype=np.float32)
 
 
 @pytest.mark.parametrize("to", ["torch", "onnx"])
@@ -109,8 +109,11 @@ def test_an_exported_encoder_loads_in_one_line_and_gives_the_same_embeddings(
     file = tmp_path / f"encoder.{to}"
     assert cli.main(["export", str(run), "--to", to, "-o", str(file)]) == 0
     line = capsys.readouterr().out.splitlines()[-1].removeprefix("load it with: ")
-    x, outputs = tmp_path / "x.npy", {"torch": "encoder(torch.from_numpy(x)).detach().numpy()",
-                                      "onnx": "session.run(None, {'images': x})[0]"}  # fmt: skip
+    x = tmp_path / "x.npy"
+    outputs = {
+        "torch": "encoder(torch.from_numpy(x)).detach().numpy()",
+        "onnx": "session.run(None, {'images': x})[0]",
+    }
     np.save(x, images().numpy())
     code = f"""
 import json, numpy as np
@@ -119,10 +122,8 @@ x = np.load(sys.argv[1])
 {line}
 print(json.dumps({outputs[to]}.tolist()))
 """
-    found = run_alone(code, [str(x)])
-    np.testing.assert_allclose(
-        found, Encoder.of(run)(images()).detach().numpy(), rtol=1e-4, atol=1e-5
-    )
+    expected = Encoder.of(run)(images()).detach().numpy()
+    np.testing.assert_allclose(run_alone(code, [str(x)]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_safetensors_are_the_plain_weights(run: Path, tmp_path: Path) -> None:
@@ -148,10 +149,12 @@ def test_torchvision_takes_its_own_networks_and_no_others(
             tmp_path / "images" / f"{i}.png"
         )
     large = tmp_path / "large"
-    words = ["data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}", f"run.dir={large}",
-             "profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1",
-             "optim.batch_size=4"]  # fmt: skip
-    assert cli.main(["train", *words]) == 0
+    overrides = [
+        *("data=folder", f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}"),
+        *("profile=paper", "federation.clients=1", "federation.rounds=1", "federation.epochs=1"),
+        *("optim.batch_size=4", f"run.dir={large}"),
+    ]
+    assert cli.main(["train", *overrides]) == 0
     file = tmp_path / "resnet18.safetensors"
     assert cli.main(["export", str(large), "--to", "torchvision", "-o", str(file)]) == 0
     model = torchvision.models.resnet18()
@@ -216,9 +219,14 @@ def test_embed_writes_npz_unless_asked_otherwise(
 @pytest.mark.parametrize("typed", ["", "data.cache=none", "data.cache=kept"])
 @pytest.mark.parametrize("command", ["embed", "neighbors"])
 def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
-    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, typed: str,
+    run: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    typed: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     query = [str(pictures / "red" / "0.png")] if command == "neighbors" else []
@@ -228,11 +236,11 @@ def test_decoded_copies_are_deleted_unless_a_folder_is_typed(
         )
         == 0
     )
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert not list((tmp_path / "temporary").iterdir())
     assert not (tmp_path / "data").exists()
     assert bool(list(tmp_path.glob("kept/*/images.npy"))) == (typed == "data.cache=kept")
-    assert ("kept in kept" if typed == "data.cache=kept" else str(tmp_path / "temporary")) in told
+    assert ("kept in kept" if typed == "data.cache=kept" else str(tmp_path / "temporary")) in error
 
 
 def test_from_python_copies_go_when_python_ends(run: Path, pictures: Path, tmp_path: Path) -> None:
@@ -252,7 +260,7 @@ def test_from_python_copies_go_when_python_ends(run: Path, pictures: Path, tmp_p
     assert not (tmp_path / "data").exists()
 
 
-def test_mistakes_are_told(
+def test_mistakes_are_named(
     run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command, message in (
@@ -448,10 +456,13 @@ def test_the_encoder_reads_images_by_the_range_of_its_run(
             values = rng.integers(0, top, (32, 32), dtype=np.uint16)
             values[0, :2] = 0, top
             Image.fromarray(values).save(tmp_path / folder / f"{i}.png")
-    words = ["data=folder", f"data.root={tmp_path / 'images'}", "data.image_size=32", "data.grayscale=true",
-             "backbone.name=resnet10", "backbone.width=4", "federation.clients=1", "federation.rounds=1",
-             "federation.epochs=1", "optim.batch_size=4", f"run.dir={tmp_path / 'deep'}"]  # fmt: skip
-    assert cli.main(["train", *words]) == 0
+    overrides = [
+        *("data=folder", f"data.root={tmp_path / 'images'}", f"run.dir={tmp_path / 'deep'}"),
+        *("data.image_size=32", "data.grayscale=true", "optim.batch_size=4"),
+        *("backbone.name=resnet10", "backbone.width=4"),
+        *("federation.clients=1", "federation.rounds=1", "federation.epochs=1"),
+    ]
+    assert cli.main(["train", *overrides]) == 0
     assert "0..4095 becomes 0..255" in capsys.readouterr().out
     encoder = Encoder.of(tmp_path / "deep")
     assert encoder.value_range == (0, 4095)
@@ -491,10 +502,13 @@ def test_an_encoder_of_gray_imagenet_has_one_channel(tmp_path: Path) -> None:
             Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(
                 tmp_path / folder / f"{i}.JPEG"
             )
-    words = [f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.classes=[n01]", "data.grayscale=true",
-             "data.mean=[0.45]", "data.std=[0.22]", "data.image_size=32", "backbone.name=resnet10", "backbone.width=4",
-             "federation.clients=1", "federation.epochs=1", "optim.batch_size=4", f"run.root={tmp_path}"]  # fmt: skip
-    run = federate("imagenet10-simclr", *words, rounds=1, quiet=True)
+    overrides = [
+        *(f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", f"run.root={tmp_path}"),
+        *("data.classes=[n01]", "data.grayscale=true", "data.mean=[0.45]", "data.std=[0.22]"),
+        *("data.image_size=32", "backbone.name=resnet10", "backbone.width=4"),
+        *("federation.clients=1", "federation.epochs=1", "optim.batch_size=4"),
+    ]
+    run = federate("imagenet10-simclr", *overrides, rounds=1, quiet=True)
     assert run.encoder.channels == 1
     assert run.encoder.embed(rng.integers(0, 255, (2, 32, 32, 1), dtype=np.uint8)).shape[0] == 2
 

@@ -43,9 +43,13 @@ def colors(count: int, seed: int = 0) -> Split:
 
 
 def tuned(
-    count: int, options: SemiOptions, seed: int = 0, augment: AugmentOptions = STILL, model: nn.Module | None = None,
+    count: int,
+    options: SemiOptions,
+    seed: int = 0,
+    augment: AugmentOptions = STILL,
+    model: nn.Module | None = None,
     **more: object,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     data = colors(count)
     store = ImageStore(data.images, torch.device("cpu"), 10**9)
     how = Augment(augment, (0.5,) * 3, (0.25,) * 3)
@@ -109,9 +113,8 @@ def test_steps_equal_sgd_with_momentum_by_hand():
     """
     options = SemiOptions(epochs=3, lr=0.05, batch_size=16)
     found = tuned(16, options)
-    reference = tuned(
-        16, dataclasses.replace(options, lr=1e-30)
-    )  # the start: such a step moves nothing
+    # The start: such a step moves nothing
+    reference = tuned(16, dataclasses.replace(options, lr=1e-30))
     data = colors(16)
     x = (torch.from_numpy(data.images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     velocity = [torch.zeros_like(p) for p in reference.parameters()]

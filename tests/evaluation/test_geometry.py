@@ -61,8 +61,10 @@ def test_alignment_is_the_mean_squared_distance_of_directions():
 
 
 def test_uniformity_of_known_directions():
-    """Three directions 120 degrees apart: every squared distance is 3, log exp(-2 * 3). Two equal and one across:
-    squared distances 0, 2, 2."""
+    """Three directions 120 degrees apart: every squared distance is 3, log exp(-2 * 3).
+
+    Two equal ones and one across have the squared distances 0, 2, 2.
+    """
     turn = 2 * math.pi / 3
     star = torch.tensor([[math.cos(i * turn), math.sin(i * turn)] for i in range(3)])
     assert uniformity(star) == pytest.approx(-6, abs=1e-5)

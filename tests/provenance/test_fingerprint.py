@@ -75,7 +75,8 @@ crit = Crit(weight=41)
 crits = [Crit(1), {"deep": (Crit(42), [scaled])}]
 CFG = {"tau": 43, "list": [44, {45}], "functions": (scaled, lambda x: 46, lambda x: 47)}
 CFG["itself"] = CFG
-points = {Point("48"), Point("b"), Point("c"), ("x", frozenset({"y", "z", "49"})), lambda x: 50, lambda x: 51}
+points = {Point("48"), Point("b"), Point("c"), ("x", frozenset({"y", "z", "49"})),
+          lambda x: 50, lambda x: 51}
 table = np.arange(52)
 names = np.array([scaled, "53", ("a", "b")], dtype=object)
 weights = torch.ones(54)
@@ -136,8 +137,9 @@ class Mine(SSLMethod):
         return 83
     def loss(self, batch, z, margin=0.84, *, other=0.85):
         import late
-        (steps, crit, crits, CFG, points, table, names, weights, half, number, power, net, library, space, pattern,
-         options, default, pair, getter, made, red, dtype, size, lock, bound, path, view, weak, layered, chosen, Point)
+        (steps, crit, crits, CFG, points, table, names, weights, half, number, power, net,
+         library, space, pattern, options, default, pair, getter, made, red, dtype, size, lock,
+         bound, path, view, weak, layered, chosen, Point)
         return Loss(a=scaled(((z.first - z.second) ** 2).mean()) + margin)
 """
 MAKER = """
@@ -224,8 +226,8 @@ def test_huge_and_endless_things_are_no_trouble() -> None:
         node.next = Node()
         node = node.next
     node.next = first
-    DATA = list(range(3_000_000))
-    images = torch.zeros(30_000_000, dtype=torch.uint8)
+    DATA = list(range(30_000))
+    images = torch.zeros(5_000_000, dtype=torch.uint8)
     zeta = {"tau": 0.1, "long": 10**5000}
     class Mine(SSLMethod):
         def loss(self, batch, z):
@@ -235,7 +237,7 @@ def test_huge_and_endless_things_are_no_trouble() -> None:
     assert before == code_of(notebook(cell))
     for old, new in [
         ("0.1", "0.2"),
-        ("3_000_000", "3_000_001"),
+        ("30_000", "30_001"),
         ("5000", "5001"),
         ("torch.zeros", "torch.ones"),
     ]:
@@ -260,10 +262,7 @@ def test_a_class_that_cannot_be_pickled_counts_by_its_attributes() -> None:
 
 
 def test_of_a_script_only_the_class_counts(modules: Path) -> None:
-    """In processes of their own, with different hash seeds.
-
-    A script, and the same read from standard input.
-    """
+    """A script, a longer one, and the same from standard input, with different hash seeds."""
     (modules / "script.py").write_text(CELL + LOOK)
     (modules / "longer.py").write_text(f"{CELL}{LOOK}\nprint('the rest of a script may change')\n")
 
@@ -279,10 +278,9 @@ def test_of_a_script_only_the_class_counts(modules: Path) -> None:
         ).stdout
 
     script = process(1, str(modules / "script.py"))
-    assert process(1, str(modules / "longer.py")).startswith(script)
-    piped = process(1, text=CELL + LOOK)
-    assert "__main__.Mine" in piped
-    assert script == piped == process(2, text=CELL + LOOK) == process(3, text=CELL + LOOK)
+    assert "__main__.Mine" in script
+    assert process(2, str(modules / "longer.py")).startswith(script)
+    assert process(3, text=CELL + LOOK) == script
 
 
 def test_a_notebook_goes_on_with_its_run_and_not_after_an_edit(tiny: list[str]) -> None:

@@ -20,8 +20,10 @@ def test_a_method_of_the_package_has_no_foreign_code(name: str) -> None:
 
 
 def test_what_a_method_imports_counts_however_it_is_imported(modules: Path) -> None:
-    """Directly, from a sub-folder without ``__init__``, through another module, within a function; not what nobody
-    imports, nor a library."""
+    """Directly, from a sub-folder without ``__init__``, through a module, within a function.
+
+    What nobody imports does not count, nor does a library.
+    """
     (modules / "parts").mkdir()
     (modules / "parts" / "blocks.py").write_text("import constants\n")
     write_modules(
@@ -53,8 +55,13 @@ def test_a_package_counts_with_its_relative_imports_and_its_inits(modules: Path)
 def test_base_classes_and_mixins_count(modules: Path) -> None:
     write_modules(modules, basis=METHOD.replace("Mine", "Basis"))
     write_modules(modules, extra="class Extra:\n    pass\n")
-    write_modules(modules, mine="import basis, extra\nfrom fedx_pl import FedXMixin\n"
-                       "class Mine(FedXMixin, extra.Extra, basis.Basis):\n    pass\n")  # fmt: skip
+    mine = """
+import basis, extra
+from fedx_pl import FedXMixin
+class Mine(FedXMixin, extra.Extra, basis.Basis):
+    pass
+"""
+    write_modules(modules, mine=mine)
     assert set(code_of(load("mine"))) == {"mine", "basis", "extra"}
 
 

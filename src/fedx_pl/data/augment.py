@@ -133,7 +133,7 @@ class Augment:
         draws = _Uniforms(*u.unbind(0))
         x = self._geometry(images, draws)
         x = self._color(
-            x, draws, order=torch.randperm(4, generator=_host_generator(generator)).tolist()
+            x, draws, order=torch.randperm(4, generator=host_generator(generator)).tolist()
         )
         return self._normalize(x)
 
@@ -239,7 +239,7 @@ class Augment:
         )
 
 
-def _host_generator(generator: torch.Generator) -> torch.Generator:
+def host_generator(generator: torch.Generator) -> torch.Generator:
     """The generator itself on a CPU, else a CPU generator that is seeded by its state.
 
     A device generator keeps its state (seed and offset) in host memory, so reading it does not wait
@@ -273,9 +273,8 @@ def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Ten
     y = _reflect(rows + dy[:, None], height)  # (B, H)
     x = _reflect(torch.where(flip[:, None], width - 1 - cols, cols) + dx[:, None], width)  # (B, W)
     y = y + torch.arange(batch, device=images.device)[:, None] * height
-    pixels = (y * width)[:, :, None] + x[
-        :, None, :
-    ]  # (B, H, W), numbers of pixels in the whole batch
+    # (B, H, W), numbers of pixels in the whole batch
+    pixels = (y * width)[:, :, None] + x[:, None, :]
     return (
         images.reshape(-1, channels)
         .index_select(0, pixels.flatten())
@@ -394,7 +393,7 @@ def _blend_(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
 
 
 def _gray(x: Tensor) -> Tensor:
-    """(B, 3, H, W) to (B, 1, H, W)."""
+    """Converts (B, 3, H, W) to gray (B, 1, H, W)."""
     r, g, b = x.split(1, dim=1)
     return (r * LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2])
 
@@ -409,9 +408,8 @@ def hue_(x: Tensor, shift: Tensor) -> Tensor:
     r, g, b = x.split(1, dim=1)
     value = torch.maximum(torch.maximum(r, g), b)
     chroma = value - torch.minimum(torch.minimum(r, g), b)
-    sixth = (
-        (6 * chroma).clamp_min_(1e-6).reciprocal_()
-    )  # gray pixels have no hue; any will do, as their chroma is 0
+    # Gray pixels have no hue; any will do, as their chroma is 0
+    sixth = (6 * chroma).clamp_min_(1e-6).reciprocal_()
     red, green, blue = (
         (g - b).mul_(sixth),
         (b - r).mul_(sixth).add_(1 / 3),
@@ -420,11 +418,12 @@ def hue_(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == r, red, torch.where(value == g, green, blue)).add_(
         shift.view(-1, 1, 1, 1)
     )
+    # One by one: temporaries of one plane stay in the cache
     for channel, home in (
         (r, 0),
         (g, 1 / 3),
         (b, 2 / 3),
-    ):  # one by one: temporaries of one plane stay in the cache
+    ):
         away = hue - home
         away.sub_(away.round()).abs_()  # distance around the circle, 0..1/2
         torch.sub(value, away.mul_(6).sub_(1).clamp_(0, 1).mul_(chroma), out=channel)
@@ -444,9 +443,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     side = min(x.shape[2:])
     radius = min(max(1, side // 20), side - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.exp(
-        -0.5 * (offsets / sigma.clamp_min(1e-3)[:, None]) ** 2
-    )  # sigma 0: exactly one tap of 1
+    # Sigma 0: exactly one tap of 1
+    kernel = torch.exp(-0.5 * (offsets / sigma.clamp_min(1e-3)[:, None]) ** 2)
     taps = (kernel / kernel.sum(1, keepdim=True)).T.reshape(-1, len(x), 1, 1, 1)
     # A sum of shifted images: a convolution would need B * C groups, and autocast would round it to
     # half precision.

@@ -25,9 +25,8 @@ class ImageStore:
             resident_bytes: how much of the device's memory images may take.
         """
         self.device = device
-        self.index_device = (
-            device if images.nbytes <= resident_bytes else torch.device("cpu")
-        )  # of indices to `take`
+        # The device of indices to `take`.
+        self.index_device = device if images.nbytes <= resident_bytes else torch.device("cpu")
         self._resident: Tensor | None = None
         self._mapped = images
         if images.nbytes <= resident_bytes:
@@ -41,7 +40,7 @@ class ImageStore:
         return len(self._mapped)
 
     def take(self, index: Tensor) -> Tensor:
-        """Copies images (n, H, W, C) to the training device; ``index`` (n,) is on `index_device`."""
+        """Copies images (n, H, W, C) to the training device; ``index`` is on `index_device`."""
         if self._resident is not None:
             return self._resident[index]
         images = torch.from_numpy(self._mapped[index.numpy()])
@@ -68,12 +67,12 @@ class ClientData:
 
     @property
     def num_images(self) -> int:
-        """How many images the client owns."""
+        """The number of images that the client owns."""
         return len(self.index)
 
     @property
     def views_size(self) -> int:
-        """Images in each batch ``B``."""
+        """The number of images in each batch ``B``."""
         return min(self.batch_size, self.num_images)
 
     def __len__(self) -> int:
@@ -99,7 +98,7 @@ class ClientData:
             )
 
     def _relation_batches(self, number: int) -> Iterator[Tensor]:
-        """``B_r``: an order of its own, independent of ``B``, begun again when it is used up."""
+        """Yields ``B_r``, in an order independent of ``B`` that starts again when it is used up."""
         size, lap = min(self.relation_size, self.num_images), 0
         while True:
             order = self.index[self._order("relation", number, lap)]
@@ -111,12 +110,12 @@ class ClientData:
         return torch.randperm(self.num_images, generator=generator).to(self.store.index_device)
 
     def plain_batches(self, batch_size: int = 500) -> Iterator[Tensor]:
-        """All images in order, un-augmented and normalized."""
+        """Yields all images in order, un-augmented and normalized."""
         for rows in self.index.split(batch_size):
             yield self.augment.plain(self.store.take(rows))
 
     def plain_sample(self, size: int) -> Tensor:
-        """At most ``size`` images drawn at random, un-augmented and normalized."""
+        """Draws at most ``size`` images at random, un-augmented and normalized."""
         return self.augment.plain(
             self.store.take(self.index[at_least_two(self._order("sample")[:size])])
         )
@@ -143,7 +142,8 @@ def batches_of(
             batch. What is no `SSLMethod` wants none.
         seed: of this client in this round.
     """
-    reserved, relation_batch = 0, False
+    reserved = 0
+    relation_batch = False
     if isinstance(model, SSLMethod):
         reserved, relation_batch = model.reserved_images(batch_size), model.relation_batch
     return ClientData(
@@ -157,15 +157,16 @@ def batches_of(
 
 
 def at_least_two(rows: Tensor) -> Tensor:
-    """BatchNorm needs two of anything: a single image is seen twice."""
+    """Doubles a single row, since BatchNorm needs two."""
     return rows.repeat(2) if len(rows) == 1 else rows
 
 
 class LocalEpochs:
-    """What Lightning iterates over: a new epoch of `ClientData` each time it asks."""
+    """Iterates over a new epoch of `ClientData` each time Lightning asks."""
 
     def __init__(self, data: ClientData) -> None:
-        self.data, self.number = data, 0
+        self.data = data
+        self.number = 0
         self.seconds = 0.0  # spent on making batches; on a GPU, on asking for them
 
     def __len__(self) -> int:

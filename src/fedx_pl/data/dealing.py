@@ -63,7 +63,7 @@ def dirichlet(
             rng.dirichlet(np.full(clients, min(beta, MAX_BETA)), size=len(sizes))
         ):
             # Someone is always open: were all at num_images / clients, no image would be left.
-            counts[row] = _cut(int(sizes[row]), shares, held < len(labels) / clients, rng=rng)
+            counts[row] = cut(int(sizes[row]), shares, held < len(labels) / clients, rng=rng)
             held += counts[row]
         return counts
 
@@ -83,7 +83,7 @@ def quantity_skew(
 
     def draw() -> np.ndarray:
         shares = rng.dirichlet(np.full(clients, min(beta, MAX_BETA)))
-        return _cut(num_images, shares, np.ones(clients, dtype=bool), rng=rng)[None]
+        return cut(num_images, shares, np.ones(clients, dtype=bool), rng=rng)[None]
 
     return _deal(np.zeros(num_images, dtype=np.int64), clients, draw, min_size=min_size, rng=rng)
 
@@ -159,11 +159,11 @@ def check_clients(clients: int, num_images: int) -> None:
 
 
 def check_beta(beta: float) -> None:
-    """Raises an `OptionError` if it is no concentration."""
+    """Raises an `OptionError` if ``beta`` is no concentration."""
     check("beta", beta, example=0.5, above=0)
 
 
-def _cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def cut(size: int, shares: np.ndarray, open_: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Splits `size` images by the shares of the open clients; (clients,), the sum is `size`."""
     cumulated = np.cumsum(shares * open_)
     if not (cumulated[-1] > 0 and math.isfinite(cumulated[-1])):
@@ -185,15 +185,14 @@ def _deal(
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
     """Draws (classes, clients) counts until all clients have `min_size`, and deals the images."""
-    wanted = min(
-        max(min_size, 1), len(class_of) // clients
-    )  # nobody goes without an image, whatever min_size says
+    # Nobody goes without an image, whatever min_size says
+    wanted = min(max(min_size, 1), len(class_of) // clients)
     for _ in range(MAX_TRIES):
         counts = draw()
         if counts.sum(axis=0).min() >= wanted:
             break
     owner = _assign(class_of, counts, rng)
-    moved = _top_up(owner, clients, wanted, rng=rng)
+    moved = top_up(owner, clients, wanted, rng=rng)
     if moved:
         warnings.warn(
             f"in each of {MAX_TRIES} draws some clients had fewer than {wanted} images: moved "
@@ -213,7 +212,7 @@ def _assign(class_of: np.ndarray, counts: np.ndarray, rng: np.random.Generator) 
     return owner
 
 
-def _top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Generator) -> int:
+def top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Generator) -> int:
     """Moves images from the largest clients, as few as possible, so that all have `min_size`.
 
     Givers are cut down to one common level, which is at least `min_size` as long as min_size *
@@ -245,6 +244,6 @@ def _top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Gener
 
 
 def _by_owner(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """(num_images,) owners to one sorted index array per client."""
+    """Turns owners (num_images,) into one sorted index array per client."""
     order = np.argsort(owner, kind="stable")
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])

@@ -158,7 +158,8 @@ _NEW_SECONDS = 60.0  # A folder that was just made may not be locked yet.
 def _temporary_folder() -> Path:
     """A private folder of this process, deleted when it ends, or by the next one if it was killed."""
     _delete_left_behind()
-    folder, owner = Path(tempfile.mkdtemp(prefix=_TEMPORARY)), os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    owner = os.getpid()
     held = lock(folder)  # for as long as this process lives
 
     def delete() -> None:

@@ -56,7 +56,7 @@ class FederatedDataModule(pl.LightningDataModule):
         loader: sources.Source | None = None,
         report: Callable[[str], None] = say,
     ) -> None:
-        """Says which images; they are loaded by `setup`.
+        """Chooses the images; `setup` loads them.
 
         Args:
             source: the name of a data set (``"cifar10"``, ``"folder"``), `DataOptions` with more to
@@ -84,14 +84,20 @@ class FederatedDataModule(pl.LightningDataModule):
         limit = whole_number("limit", limit, at_least=0)
         seed = whole_number("seed", seed, at_least=0)
         _require_meant(source, partition=partition, test=test, limit=limit, loader=loader)
-        self.source, self.test, self.report, self.loader = source, test, report, loader
+        self.source = source
+        self.test = test
+        self.report = report
+        self.loader = loader
         self.partition = partition or Dirichlet()
         self.batch_size, self.augment_options = (
             batch_size,
             options_of("augment", augment, AugmentOptions),
         )
         self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
-        self.root, self.limit, self.resident_gb, self.seed = root, limit, resident_gb, seed
+        self.root = root
+        self.limit = limit
+        self.resident_gb = resident_gb
+        self.seed = seed
         self._stores: dict[torch.device, ImageStore] = {}
         self._ready = False
 
@@ -120,12 +126,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def num_clients(self) -> int:
-        """How many clients own the images."""
+        """The number of clients that own the images."""
         return len(self.clients) or self.partition.clients
 
     @property
     def channels(self) -> int:
-        """Of an image."""
+        """The number of channels of an image."""
         return self.images.train.images.shape[3]
 
     @property
@@ -135,7 +141,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def options(self) -> DataOptions:
-        """Which images these are, in the words of the command line."""
+        """The options that choose these images."""
         if self.images.options is not None:
             return self.images.options
         return DataOptions(
@@ -158,13 +164,13 @@ class FederatedDataModule(pl.LightningDataModule):
         return (counts, names) if counts[:, -1].any() else (counts[:, :-1], names[:-1])
 
     def store_of(self, split: Split, device: torch.device) -> ImageStore:
-        """Images where training happens."""
+        """The images on the device where training happens."""
         return ImageStore(split.images, device, int(self.resident_gb * 1e9))
 
     def client(
         self, client: int, *, seed: int, round_number: int, model: SSLMethod, device: torch.device
     ) -> ClientData:
-        """A client's batches in a round.
+        """The batches of a client in a round.
 
         Args:
             client: whose.
@@ -247,7 +253,7 @@ class FederatedDataModule(pl.LightningDataModule):
 def _require_meant(
     source: object, *, partition: object, test: object, limit: int, loader: object
 ) -> None:
-    """Refuses a source that is none, and arguments that would do nothing beside it."""
+    """Refuses a source of the wrong kind, and arguments that it leaves without effect."""
     name = type(source).__name__
     if isinstance(source, type | DataLoader | pl.LightningDataModule) or not (
         isinstance(source, str | DataOptions | ImageData) or hasattr(source, "__getitem__")
@@ -295,7 +301,7 @@ def _one_per_client(source: object) -> bool:
 
 
 def _arrays(source: Any, name: str) -> Arrays | None:
-    """Arrays, or a data set as arrays."""
+    """Converts a data set to arrays."""
     if source is None or sources.is_pair(source):
         return source
     return (
@@ -306,4 +312,4 @@ def _arrays(source: Any, name: str) -> Arrays | None:
 
 
 def _silent(line: str) -> None:
-    """Takes lines that nobody reads."""
+    """Drops a line."""

@@ -24,7 +24,7 @@ class Partition:
     clients: int = 10
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
-        """One sorted int64 array of rows per client: disjoint and not empty.
+        """Deals the rows: one sorted int64 array per client, disjoint and not empty.
 
         Args:
             data: the images, with labels and groups if there are any.

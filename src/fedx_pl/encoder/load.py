@@ -69,7 +69,7 @@ class Encoder(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, C, h, w), floats from 0 to 1 -> (n, feature_dim)."""
+        """Maps images (n, C, h, w), floats from 0 to 1, to features (n, feature_dim)."""
         return self.backbone((images - self.mean) / self.std)
 
     @property
@@ -86,7 +86,7 @@ class Encoder(nn.Module):
         allow_code: bool = False,
         backbone: nn.Module | None = None,
     ) -> Encoder:
-        """The encoder of a run, in eval mode on the CPU.
+        """Loads the encoder of a run, in eval mode on the CPU.
 
         Args:
             run: its folder.
@@ -127,7 +127,7 @@ class Encoder(nn.Module):
     def embed_folder(
         self, folder: Path, report: Callable[[str], None] = say
     ) -> tuple[list[str], Tensor]:
-        """Features of all images in a folder.
+        """Embeds all images in a folder.
 
         Args:
             folder: searched recursively; it is only read. Decoded copies go to a private folder
@@ -174,7 +174,7 @@ class Encoder(nn.Module):
         )
 
     def embed(self, images: np.ndarray) -> Tensor:
-        """Features of uint8 images (N, H, W, C)."""
+        """Embeds uint8 images (N, H, W, C)."""
         return extract(self, images, lambda batch: batch.permute(0, 3, 1, 2).float() / 255)
 
 

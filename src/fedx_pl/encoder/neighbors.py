@@ -28,7 +28,7 @@ figcaption {{font-size: 12px; overflow-wrap: anywhere; color: {palette.GRAY}}}
 
 
 def find(encoder: Encoder, query: Path, folder: Path, count: int = 12) -> list[tuple[str, float]]:
-    """The images of a folder that are most like one, the most similar first.
+    """Finds the images of a folder that are most like one, the most similar first.
 
     Args:
         encoder: that compares them.

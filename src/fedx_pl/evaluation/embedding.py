@@ -33,8 +33,9 @@ class Geometry(Evaluation):
     def measure(
         self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
     ) -> dict[str, Any]:
-        """Angles are in degrees; those of classes only if there are labels."""
-        data, test = trainer.datamodule.images, trainer.datamodule.images.test
+        """Measures angles in degrees; those of classes only if there are labels."""
+        data = trainer.datamodule.images
+        test = data.test
         images = test.images if test is not None else _some(trainer, data.train.images, UNLABELED)
         z = embed(trainer, images)
         results: dict[str, Any] = {
@@ -96,7 +97,7 @@ class Geometry(Evaluation):
 def embed(
     trainer: FederatedTrainer, images: np.ndarray, prepare: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """``z = projector(backbone(x))``, (N, embed_dim), of the model as it is now, in eval mode."""
+    """Computes ``projector(backbone(x))``, (N, embed_dim), by the current model in eval mode."""
     network = nn.Sequential(trainer.model.backbone, trainer.model.projector)
     return extract(network, images, prepare or trainer.datamodule.augment.plain)
 

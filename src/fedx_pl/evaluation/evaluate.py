@@ -56,7 +56,7 @@ class Evaluator:
         prepare: Callable[[Tensor], Tensor],
         seed: int,
     ) -> None:
-        """Keeps the images at hand.
+        """Keeps the options and the images.
 
         Args:
             options: how often, and the probe's settings.
@@ -148,7 +148,7 @@ class Evaluator:
 
     @cached_property
     def _sample(self) -> np.ndarray:
-        """Rows of training images."""
+        """The rows of training images whose health is measured."""
         return drawn_rows(len(self.data.train.images), _UNLABELED, derive(self.seed, "health"))
 
     def _sampled(self, model: SSLMethod, device: torch.device) -> Tensor:
@@ -162,9 +162,8 @@ class Evaluator:
     ) -> float:
         """Estimates the time of all evaluations by one batch and one epoch of the probe."""
         left = rounds - first_round + 1
-        looks = (
-            2 + left // self.options.knn_every
-        )  # The untrained network and the last round have one anyway.
+        # The untrained network and the last round have one anyway.
+        looks = 2 + left // self.options.knn_every
         sample = (self.data.test or self.data.train).images[:500]
         if not len(sample):
             return 0.0

@@ -21,7 +21,7 @@ def extract(
     prepare: Callable[[Tensor], Tensor],
     batch_size: int = 500,
 ) -> Tensor:
-    """Features of all images, without augmentation and without leaving a trace in the backbone.
+    """Computes features of all images, without augmentation and without a trace in the backbone.
 
     Runs in eval and inference mode. The training flag of every submodule is put back as it was, so
     frozen (eval mode) BatchNorm layers inside a training network come back frozen; BatchNorm
@@ -52,9 +52,8 @@ def extract(
     finally:
         for module, training in modes:
             module.training = training
-    return torch.cat(
-        batches
-    )  # outside inference mode: an ordinary tensor, which autograd may use later
+    # Outside inference mode: an ordinary tensor, which autograd may use later
+    return torch.cat(batches)
 
 
 def _batch(images: Tensor | np.ndarray, start: int, size: int) -> Tensor:

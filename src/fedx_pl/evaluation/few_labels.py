@@ -1,4 +1,4 @@
-"""What fine-tuning on few labels gives."""
+"""The evaluation by fine-tuning on few labels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class FewLabels(Evaluation):
     def measure(
         self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
     ) -> dict[str, Any]:
-        """Accuracy by share, in percent."""
+        """Measures the accuracy by share, in percent."""
         data, options, labeled = (
             trainer.datamodule.images,
             self.options.semi,
             trainer.evaluator.labeled,
         )
-        augment, labels = trainer.datamodule.augment, labeled.labels
+        augment = trainer.datamodule.augment
+        labels = labeled.labels
         assert labels is not None
         assert data.test is not None
         seed = derive(trainer.seed, "semi")
@@ -50,5 +51,5 @@ class FewLabels(Evaluation):
         return found
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
-        """Which labels, and how the network is trained."""
+        """The labels, and how the network is trained."""
         return {"labels": self.options.labels, **asdict(self.options.semi)}

@@ -59,9 +59,8 @@ def labeled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray
     """
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     wanted = fraction * counts
-    sizes = np.maximum(np.floor(wanted + 1e-9), 1).astype(
-        int
-    )  # 0.07 * 100 is 7.000000000000001, 0.29 * 100 28.99...
+    # 0.07 * 100 is 7.000000000000001, 0.29 * 100 28.99...
+    sizes = np.maximum(np.floor(wanted + 1e-9), 1).astype(int)
     missing = max(0, round(fraction * counts.sum()) - sizes.sum())
     sizes[np.argsort(sizes - wanted, kind="stable")[:missing]] += 1
     rows = []

@@ -16,13 +16,12 @@ from torch import Tensor
 from fedx_pl import losses
 
 _RANKME_EPS = 1e-7  # as in the RankMe paper
-_UNIFORMITY_ROWS = (
-    2000  # two million pairs: the third digit stands, and time does not grow with the data
-)
+# Two million pairs: the third digit stands, and time does not grow with the data
+_UNIFORMITY_ROWS = 2000
 
 
 def angles(z1: Tensor, z2: Tensor) -> Tensor:
-    """Angle between two embeddings of each image, ``arccos(sim(f(x), F(x)))``.
+    """The angle between two embeddings of each image, ``arccos(sim(f(x), F(x)))``.
 
     Args:
         z1: (N, D), of any length.
@@ -32,13 +31,12 @@ def angles(z1: Tensor, z2: Tensor) -> Tensor:
         float64 (N,) in degrees, 0 to 180.
     """
     cosine = (_unit(z1.double()) * _unit(z2.double())).sum(1)
-    return (
-        cosine.clamp(-1, 1).arccos().rad2deg()
-    )  # rounding may leave a cosine just above 1, where arccos is nan
+    # Rounding may leave a cosine just above 1, where arccos is nan
+    return cosine.clamp(-1, 1).arccos().rad2deg()
 
 
 def prototypes(z: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Mean embedding of each class; nan for a class without images.
+    """The mean embedding of each class; nan for a class without images.
 
     Args:
         z: (N, D).
@@ -70,7 +68,7 @@ def interclass_angles(z: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def alignment(z1: Tensor, z2: Tensor) -> float:
-    """Mean squared distance between the directions of two views, 0 (the same) to 4 (opposite).
+    """The mean squared distance between the directions of two views, 0 (the same) to 4 (opposite).
 
     Args:
         z1: (N, D) of one view of the images.
@@ -98,13 +96,13 @@ def uniformity(z: Tensor, t: float = 2.0) -> float:
 
 
 def rankme(features: Tensor) -> float:
-    """Exponential of the entropy of the singular values, as shares of their sum: 1 to min(N, D).
+    """The exponential of the entropy of the singular values, as shares of their sum.
 
     They are the roots of the eigenvalues of the (D, D) Gram matrix, which is far smaller than the
     features. In float64, since roots magnify the rounding of small eigenvalues.
 
     Args:
-        features: (N, D), not centerd, as in the paper.
+        features: (N, D), not centered, as in the paper.
 
     Returns:
         The effective rank; nan if the features are not finite.
@@ -119,7 +117,7 @@ def rankme(features: Tensor) -> float:
 
 
 def health(features: Tensor) -> dict[str, float]:
-    """Collapse alarms of (N, D) features.
+    """Measures signs of a collapse of (N, D) features.
 
     ``feature_std`` is the standard deviation of the directions, averaged over dimensions: near ``1
     / sqrt(D)`` for directions that spread evenly, 0 after a collapse.
@@ -132,7 +130,7 @@ def health(features: Tensor) -> dict[str, float]:
 
 
 def box(values: Tensor) -> dict[str, float]:
-    """What a box plot shows of some numbers, at least one: mean, quartiles and whiskers.
+    """The mean, quartiles and whiskers of some numbers, for a box plot.
 
     ``low`` and ``high`` are the outermost values that are no further from the box than 1.5 times
     its height.

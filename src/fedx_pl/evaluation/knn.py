@@ -22,7 +22,7 @@ def knn_votes(
     tau: float = 0.1,
     classes: int,
 ) -> Tensor:
-    """Votes for the class of each test feature, as of Wu et al. (2018, "instance discrimination").
+    """Votes for the class of each test feature, as Wu et al. (2018, "instance discrimination").
 
     The k train features of highest cosine similarity vote for their class with weight
     exp(similarity / tau).

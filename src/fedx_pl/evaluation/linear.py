@@ -22,12 +22,10 @@ from fedx_pl.evaluation.features import measurable
 from fedx_pl.evaluation.scores import Scores, score
 from fedx_pl.options import Options, option
 
-_SHUFFLED_ROWS = (
-    4096  # rows gathered at once: enough to hide the call, few enough to stay in the cache
-)
-_SMALL_STEP = (
-    4_000_000  # products per matrix multiplication, below which a second thread does not pay
-)
+# Rows gathered at once: enough to hide the call, few enough to stay in the cache
+_SHUFFLED_ROWS = 4096
+# Products per matrix multiplication, below which a second thread does not pay
+_SMALL_STEP = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,7 @@ def linear_probe(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Limit torch's CPU threads for a while.
+    """Limits torch's CPU threads for a while.
 
     A step of 50 us is too short to share: the threads only wait for each other, and on a machine
     that is busy with other work each of those waits may last a whole time slice (measured: 8 to 50
@@ -134,7 +132,7 @@ def fit(
     orders: Iterable[Tensor],
     options: LinearOptions,
 ) -> None:
-    """Train ``weight`` in place with Adam on the mean cross-entropy.
+    """Trains ``weight`` in place with Adam on the mean cross-entropy.
 
     With x the (n, D + 1) rows of a batch, a one appended to each, and y their one-hot labels, the
     gradient of the loss with respect to the weight W is (softmax(W x^T) - y^T) x / n.
@@ -155,9 +153,8 @@ def fit(
     # others.
     shuffled_x = features.new_ones(min(rows, len(features)), features.shape[1] + 1)
     shuffled_y = one_hot.new_empty(len(shuffled_x), len(weight))
-    gradient, first, second = (
-        torch.zeros_like(weight) for _ in range(3)
-    )  # first, second: Adam's moments
+    # First, second: Adam's moments
+    gradient, first, second = (torch.zeros_like(weight) for _ in range(3))
     step = weight.new_zeros(())
     for order in orders:
         for chosen in order.split(rows):

@@ -18,8 +18,9 @@ class _Probe(Evaluation):
     def measure(
         self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
     ) -> dict[str, Any]:
-        """Accuracies in percent; beside kNN, the health of the features."""
-        knn, linear = self.kind == "knn", self.kind == "linear"
+        """Measures accuracies in percent; beside kNN, the health of the features."""
+        knn = self.kind == "knn"
+        linear = self.kind == "linear"
         scores, health = trainer.evaluator.scores(
             trainer.model, trainer.device, knn=knn, linear=linear
         )
@@ -35,7 +36,7 @@ class KNN(_Probe):
     kind = "knn"
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
-        """Which labels, and how many neighbors."""
+        """The labels, and the number of neighbors."""
         return {"labels": self.options.labels, "k": self.options.knn_k}
 
 
@@ -45,5 +46,5 @@ class LinearProbe(_Probe):
     kind = "linear"
 
     def settings(self, local_epochs: int) -> dict[str, Any]:
-        """Which labels, and how the classifier is trained."""
+        """The labels, and how the classifier is trained."""
         return {"labels": self.options.labels, **asdict(self.options.linear)}

@@ -1,4 +1,4 @@
-"""What a classifier gets right, measured by torchmetrics."""
+"""The scores of a classifier, measured by torchmetrics."""
 
 import math
 from dataclasses import dataclass

@@ -44,9 +44,8 @@ class Rules(NamedTuple):
     """Decides what is not taken apart here."""
 
     refer: Callable[[Named], Part]  # a name for a class, a function or a module
-    is_opaque: Callable[
-        [type], bool
-    ]  # whether instances of a class count by the name of the class only
+    # Whether instances of a class count by the name of the class only
+    is_opaque: Callable[[type], bool]
 
 
 def fingerprint(thing: Definition, rules: Rules) -> str:
@@ -92,7 +91,7 @@ def _hash(parts: Sequence[object], rules: Rules) -> str:
 def _lines(
     parts: Sequence[object], rules: Rules, seen: dict[int, tuple[int, object]]
 ) -> Iterator[str]:
-    """Values as text, breadth first, so that one that is huge leaves room for its neighbors.
+    """Yields values as text, breadth first, so that a huge one leaves room for its neighbors.
 
     Args:
         parts: the values.
@@ -135,21 +134,20 @@ def _take_apart(value: Any, kind: type, rules: Rules, seen: dict[int, tuple[int,
         return Part("property", [kind, value.fget, value.fset, value.fdel])
     if issubclass(kind, classmethod | staticmethod):
         return Part("method", [kind, value.__func__])
-    wrapped = getattr(value, "__dict__", {}).get(
-        "__wrapped__"
-    )  # As functools.lru_cache keeps it, or numba.
+    # As functools.lru_cache keeps it, or numba.
+    wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
     return Part("instance", [kind, wrapped, *(() if rules.is_opaque(kind) else _state(value))])
 
 
 def _order(item: object, rules: Rules, seen: dict[int, tuple[int, object]]) -> str:
-    """Sorts a set: its own order depends on addresses and on the hash seed of the process."""
+    """Sorts a set, whose order depends on addresses and on the hash seed of the process."""
     if type(item) in _PLAIN:
         return _plain_text(item)
     return "\n".join(_lines([item], rules._replace(refer=_place), dict(seen)))
 
 
 def _plain_text(value: object) -> str:
-    """Whole numbers as hexadecimal, since Python refuses to write long ones as decimal."""
+    """Formats a plain value; integers in hexadecimal, since Python refuses long decimals."""
     return f"{type(value).__name__} {hex(value) if isinstance(value, int) else repr(value)}"
 
 
@@ -187,7 +185,7 @@ def _code_parts(code: CodeType) -> list[object]:
 
 
 def _array_parts(array: Any) -> list[object]:
-    """Type, shape and values; of a large array a sample of the values, spread over all of it."""
+    """The type, shape and values; of a large array a sample of the values, spread over it."""
     shape = tuple(array.shape)
     step = 1 + int(np.prod(shape)) // _MOST_ELEMENTS
     parts: list[object] = [str(array.dtype), shape]

@@ -43,19 +43,17 @@ Code = dict[str, str]  # SHA-256 by name of module, or of class or function if i
 
 @dataclass(frozen=True)
 class Record:
-    """What a run folder says of the code that trained it."""
+    """The record of the code that trained a run."""
 
     modules: Code = field(default_factory=dict)
-    backbone: str = (
-        ""  # the class of a backbone that the method brought; empty: the configuration's
-    )
-    objects: Code = field(
-        default_factory=dict
-    )  # likewise, what a run was given in Python that no key can say
+    # The class of a backbone that the method brought; empty: the configuration's
+    backbone: str = ""
+    # Likewise, what a run was given in Python that no key can say
+    objects: Code = field(default_factory=dict)
 
     @property
     def hash(self) -> str:
-        """Sixteen digits for result files; empty if all code is this package's."""
+        """The hash for result files, sixteen digits; empty if all code is this package's."""
         return (
             checksum(json.dumps(self.modules, sort_keys=True).encode())[:16] if self.modules else ""
         )
@@ -73,7 +71,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Keeps a record, unless all code of the run is this package's."""
+    """Writes a record, unless all code of the run is this package's."""
     if record == Record():
         (folder / FILE).unlink(missing_ok=True)
     else:
@@ -126,13 +124,13 @@ def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def describe(names: list[str]) -> str:
-    """The files of some modules for people, at most three of them."""
+    """Lists the files of some modules, at most three, for a message."""
     shown = [_short(file) if (file := file_of(name)) else name for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class _Walk:
-    """Collects code from a class on."""
+    """Collects code, starting from a class."""
 
     def __init__(self, homes: set[str]) -> None:
         self.homes = homes  # top-level names of packages that count wherever they are installed
@@ -144,7 +142,7 @@ class _Walk:
         self.rules = Rules(self._refer, self._is_opaque)
 
     def run(self, classes: Sequence[Definition]) -> Code:
-        """The code of some classes or functions, and all that it leads to."""
+        """Collects the code of some classes or functions, and all that it refers to."""
         for kind in classes:
             self._refer(kind)
         while self._waiting:
@@ -202,7 +200,7 @@ class _Walk:
 
 
 class _Place(NamedTuple):
-    """Where a module is."""
+    """The place of a module."""
 
     file: Path | None = None
     package: str = ""  # that its relative imports start from

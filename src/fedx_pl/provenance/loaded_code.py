@@ -25,16 +25,14 @@ from fedx_pl.provenance.fingerprint import held_by
 from fedx_pl.provenance.foreign_code import Code, code_of, describe, file_of
 
 _STALE = "edited before it was first seen"  # in place of a hash
-_CARRIERS = (  # what functions may hide in
-    dict, list, tuple, CellType, property, classmethod, staticmethod, cached_property, partial, partialmethod,
-    type(lru_cache(len)),
-)  # fmt: skip
-_made_of: WeakKeyDictionary[type, Code] = (
-    WeakKeyDictionary()
-)  # the files behind a class when it was made
-_first_seen: dict[
-    str, tuple[ModuleSpec | None, str]
-] = {}  # by module: what was loaded, and its file's hash
+# What functions may hide in.
+_CONTAINERS = (dict, list, tuple, CellType)
+_WRAPPERS = (property, classmethod, staticmethod, cached_property, partial, partialmethod)
+_CARRIERS = (*_CONTAINERS, *_WRAPPERS, type(lru_cache(len)))
+# The files behind a class when it was made
+_made_of: WeakKeyDictionary[type, Code] = WeakKeyDictionary()
+# By module: what was loaded, and its file's hash
+_first_seen: dict[str, tuple[ModuleSpec | None, str]] = {}
 
 
 def remember(method: type) -> None:
@@ -47,7 +45,7 @@ def remember(method: type) -> None:
 
 
 def require_current(method: type) -> Code:
-    """The code of a method, which must be the one that this process runs.
+    """Returns the code of a method, and refuses it if this process runs another.
 
     Raises:
         UserError: a file was edited after it was imported; Python would go on with the old content.
@@ -79,9 +77,8 @@ def _loaded(name: str, now: str) -> str:
     if module is None:  # It will be read when a function imports it.
         return now
     spec = getattr(module, "__spec__", None)
-    if (
-        name not in _first_seen or _first_seen[name][0] is not spec
-    ):  # `importlib.reload` makes a new one.
+    # `importlib.reload` makes a new one.
+    if name not in _first_seen or _first_seen[name][0] is not spec:
         _first_seen[name] = spec, _STALE if _is_stale(module) else now
     return _first_seen[name][1]
 
@@ -104,9 +101,8 @@ def _is_stale(module: ModuleType) -> bool:
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """The functions of a module's own source that can be reached from its names."""
     stack: list[object] = [vars(module)]
-    seen: dict[
-        int, object
-    ] = {}  # It holds the objects, since the id of a dead one is given to another.
+    # It holds the objects, since the id of a dead one is given to another.
+    seen: dict[int, object] = {}
     while stack:
         value = stack.pop()
         if id(value) in seen:

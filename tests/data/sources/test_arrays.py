@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dataset_files import silent
 from helpers import Watching, fitted, made
 
 from fedx_pl.cli.evaluate import evaluate_run
@@ -98,7 +99,7 @@ def test_arrays_are_normalized_as_typed_and_may_be_gray(tmp_path: Path) -> None:
 
 def test_a_data_set_that_was_loaded_stays_what_it_is(tiny: list[str]) -> None:
     config = compose(tiny)
-    data = sources.load(config.data, report=lambda line: None)
+    data = sources.load(config.data, report=silent)
     loaded = made(config, images=data)
     assert loaded.config == config
     assert loaded.data.images.fingerprint == data.fingerprint

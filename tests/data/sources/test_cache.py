@@ -102,9 +102,8 @@ class TestWhatIsNotACache:
         wanted = labeled(tmp_path, cache=str(tmp_path / "images" / "cache"))
         for _ in range(2):
             assert load(wanted, report=silent).skipped == 0
-        assert (
-            len(list((tmp_path / "images" / "cache").iterdir())) == 3
-        )  # the range, and two splits
+        # The range, and two splits
+        assert len(list((tmp_path / "images" / "cache").iterdir())) == 3
 
 
 def test_a_received_run_does_not_choose_the_cache(tiny: list[str], tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def content_of(data: ImageData) -> list[np.ndarray | None]:
 
 def same(first: ImageData, second: ImageData) -> bool:
     pairs = zip(content_of(first), content_of(second), strict=True)
-    alike = all((a is None and b is None) or np.array_equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
+    alike = all(a is b is None or np.array_equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
     return alike and first.fingerprint == second.fingerprint and first.classes == second.classes
 
 

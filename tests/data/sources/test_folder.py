@@ -127,11 +127,12 @@ class TestLabels:
         assert data.train.labels is not None
         assert data.classes == ("cat", "dog")
         assert np.bincount(data.test.labels).tolist() == [4, 2]
+        # The stray one has no label
         assert np.bincount(data.train.labels + 1).tolist() == [
             1,
             6,
             3,
-        ]  # the stray one has no label
+        ]
         held_out = set(data.test.images[:, 4, 4, 0].tolist())
         assert held_out.isdisjoint(grays(data))
         assert len(held_out) + len(data.train.images) == 16
@@ -210,9 +211,8 @@ class TestLabels:
 
     def test_two_labels_for_one_image_are_refused(self, classes: Path) -> None:
         table = classes / "labels.csv"
-        table.write_text(
-            "stray.png,cat\nsite 1/cat/0.png,dog\n./stray.png,cat\n"
-        )  # the same twice is no harm
+        # The same twice is no harm
+        table.write_text("stray.png,cat\nsite 1/cat/0.png,dog\n./stray.png,cat\n")
         assert load(options(classes, labels=str(table))).classes == ("cat", "dog")
         table.write_text(
             f"stray.png,cat\nsite 1/cat/0.png,dog\n{classes / 'images/stray.png'},dog\n"

@@ -261,12 +261,8 @@ def write(
     info: Mapping[str, Any],
     *,
     private: bool = False,
-) -> dict[str, str]:
-    """Writes arrays as a new cache, replacing an old one; ``private``: for this user alone.
-
-    Returns:
-        The sha256 of each array's bytes, by name.
-    """
+) -> None:
+    """Writes arrays as a new cache, replacing an old one; ``private``: for this user alone."""
     with replacing(folder, private=private) as fresh:
         entries = {}
         for name, array in arrays.items():
@@ -275,7 +271,6 @@ def write(
                 writer.append(array)
             entries[name] = writer.entry
         write_manifest(fresh, entries, info, private=private)
-    return {name: entry["sha256"] for name, entry in entries.items()}
 
 
 def write_manifest(

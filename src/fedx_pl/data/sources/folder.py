@@ -62,9 +62,11 @@ def load_folder(options: DataOptions, report: Report) -> ImageData:
             table, [(root, paths), *([(test_root, test_paths)] if test_root else [])]
         )
     elif options.labels == "folders":
-        names, test_names = _names_from_folders(paths), _names_from_folders(test_paths)
+        names = _names_from_folders(paths)
+        test_names = _names_from_folders(test_paths)
     else:
-        names, test_names = {}, {}
+        names = {}
+        test_names = {}
 
     if test_root:
         held_out = [path for path in test_paths if path in test_names]

@@ -78,9 +78,8 @@ def decode_batch(task: Task) -> Answered:
     reasons: list[str] = []
     count = 0
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Pillow warns about harmless flaws; what is not harmless is an error below
+        # Pillow warns about harmless flaws; what is not harmless is an error below
+        warnings.simplefilter("ignore")
         for path in paths:
             try:
                 images[count] = decode_file(
@@ -137,9 +136,8 @@ def decode_file(
                 raise ValueError("more than 8 bits per value, and data.value_range is not known")
             image = Image.fromarray(_to_bytes(_deep_values(opened, path), *value_range))
         else:
-            opened.draft(
-                mode, (2 * size, 2 * size)
-            )  # lets JPEG decode at a fraction of its size, not below twice ours
+            # Lets JPEG decode at a fraction of its size, not below twice ours
+            opened.draft(mode, (2 * size, 2 * size))
             image = ImageOps.exif_transpose(opened)
         pixels = np.asarray(
             ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BICUBIC)

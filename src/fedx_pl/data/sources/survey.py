@@ -21,9 +21,8 @@ from fedx_pl.errors import Report, readable
 Parts = Sequence[tuple[Path, Sequence[str]]]
 
 _FEW_LEVELS = 32  # of 256: less than this is said
-_SHARE = (
-    0.05  # of a set's deep images that may have few levels without a word: dark frames, blank tiles
-)
+# The share of a set's deep images that may have few levels without a report: dark frames, blanks.
+_SHARE = 0.05
 
 
 def survey(
