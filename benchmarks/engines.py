@@ -142,7 +142,7 @@ def _round(engine: Engine, threads: int) -> float:
         batchnorm=trainer.batchnorm,
     )
     started, average = time.perf_counter(), FedAvg(state.tensors())
-    for update in engine.run(context, range(trainer.datamodule.num_clients), lambda client: None):
+    for update in engine.run(context, range(trainer.datamodule.num_clients), lambda _client: None):
         if isinstance(update, Lost):
             raise RuntimeError(update.reason)  # It would make the times meaningless.
         average.add(update.state.tensors(), update.num_images)

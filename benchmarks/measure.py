@@ -31,7 +31,7 @@ def interleave(
     repeats: int,
     *,
     device: torch.device = CPU,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _line: None,
     memory: dict[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Runs A, B, C, A, B, C, ...: a machine that slows down for a while slows all of them down.

@@ -60,7 +60,7 @@ class Setting:
     overrides: tuple[
         str, ...
     ] = ()  # for everything of ours, e.g. data.root=... or run.compile=true
-    say: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None] = lambda _line: None
 
     def build(self, *overrides: str, evaluate: bool = False) -> Run:
         """A run on CIFAR-10, ready to start; without ``evaluate`` it has no test images, so nothing is measured."""
@@ -68,7 +68,7 @@ class Setting:
             "data=cifar10", "profile=paper", "partition.kind=iid", f"run.device={self.device}", "run.resume=never",
         )  # fmt: skip
         config = configuration.compose([*common, *overrides, *self.overrides])
-        run = build(config, report=lambda line: None)
+        run = build(config, report=lambda _line: None)
         if not evaluate:
             run.data.images = replace(run.data.images, test=None)
             run.trainer.attach(run.model, run.data)  # Its evaluator holds the images, too.
