@@ -192,7 +192,9 @@ def test_the_coordinator_decides_whether_it_leaves_an_encoder(trial: Trial, leav
     told = last_messages(trial)
     assert told.keys() == {0, 1}
     for content in told.values():
-        assert content.meta == {"run": trial.engine.book.run, "outcome": wire.FINISHED, "round": 4}
+        meta = {"run": trial.engine.book.run, "outcome": wire.FINISHED, "round": 4}
+        # A site that was just started needs the configuration to make an encoder of the weights.
+        assert content.meta == meta | ({"config": trial.engine.offer} if leave else {})
         assert content.tensors.keys() == ({"w"} if leave else set())
 
 
