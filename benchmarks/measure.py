@@ -93,7 +93,7 @@ def flops(run: Callable[[], object]) -> int:
     """Floating-point operations of one call; a multiply-add counts as two."""
     with FlopCounterMode(display=False) as counter:
         run()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def matmul_speed(device: torch.device, dtype: torch.dtype, tries: int = 8) -> float:

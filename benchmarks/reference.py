@@ -39,7 +39,8 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``z``: (n, C, h, w) -> (n, d)."""
-        return self.projector(self.backbone(x))
+        z: Tensor = self.projector(self.backbone(x))
+        return z
 
 
 def step_loss(
@@ -65,7 +66,7 @@ def step_loss(
     return local + nt_xent(h1, g[n : 2 * n], TAU) + relational(h1, h2, g[2 * n :], TAU, "authors")
 
 
-class PilImages(Dataset):
+class PilImages(Dataset[tuple[list[Tensor], int]]):
     """Images one by one: PIL, then ``transform``, ``views`` times; with the label."""
 
     def __init__(

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from lightly.loss import NTXentLoss
 from lightly.models.modules import SimCLRProjectionHead
-from lightly.transforms import SimCLRTransform
+from lightly.transforms.simclr_transform import SimCLRTransform
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -44,19 +44,21 @@ class LightlySimCLR(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, C, h, w) -> (n, d)."""
-        return self.projection_head(self.backbone(x).flatten(start_dim=1))
+        z: Tensor = self.projection_head(self.backbone(x).flatten(start_dim=1))
+        return z
 
     def training_step(self, batch: tuple[list[Tensor], Tensor], batch_index: int) -> Tensor:
         """NT-Xent of the two views."""
         x0, x1 = batch[0]
-        return self.criterion(self.forward(x0), self.forward(x1))
+        loss: Tensor = self.criterion(self.forward(x0), self.forward(x1))
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The example's."""
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
-class _Images(Dataset):
+class _Images(Dataset[tuple[Any, int]]):
     """What torchvision's CIFAR10 gives: a PIL image through the transform, and its label."""
 
     def __init__(self, split: Split, transform: SimCLRTransform) -> None:

@@ -83,7 +83,8 @@ def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
 
 
 def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str, float]:
