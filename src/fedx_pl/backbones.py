@@ -1,17 +1,16 @@
 """Encoders: ResNets with a stem for small or for large images, at any width."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedx_pl.errors import UserError, first_line, nearest
-from fedx_pl.options import OptionError, Options, option
+from fedx_pl.backbone_options import BackboneOptions, require_possible
+from fedx_pl.errors import UserError, first_line
 
 # Blocks per stage. resnet10 is no torchvision model: one block per stage, for CPUs.
 _STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
@@ -21,25 +20,6 @@ _STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
     "resnet50": (Bottleneck, [3, 4, 6, 3]),
 }
 _LARGE = 96  # From this side on the stem that shrinks the image four-fold pays.
-
-
-@dataclass(frozen=True)
-class BackboneOptions(Options):
-    """Which encoder is trained."""
-
-    name: str = option("resnet18", "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet")
-    width: int = option(
-        64,
-        "channels of the first stage; 64 is the full network, 16 a thin one",
-        at_least=1,
-        at_most=2**16,
-    )
-    stem: str = option(
-        "auto",
-        "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | "
-        "auto by image size",
-        choices=("auto", "cifar", "half", "imagenet"),
-    )
 
 
 def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Module:
@@ -67,26 +47,6 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     net.fc = nn.Identity()
     net.options = replace(options, stem=stem)  # how to make it again
     return net
-
-
-def require_possible(options: BackboneOptions) -> None:
-    """Raises an `OptionError` if there is no such encoder; fast enough to come before anything else."""
-    if options.name in _STAGES:
-        return
-    if options.name not in BACKBONES:
-        guess = nearest(options.name, BACKBONES)
-        likely = f"{{name}}={guess}, or " if guess else ""
-        advice = f"{likely}one of {', '.join(BACKBONES)}"
-        raise OptionError("name", options.name, "is not known", advice, BackboneOptions)
-    if options.width != 64:
-        problem = f"works with {', '.join(_STAGES)} only, not with {options.name}"
-        raise OptionError("width", options.width, problem, "{width}=64", BackboneOptions)
-
-
-_RESNETS = [
-    name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name
-]
-BACKBONES: dict[str, Callable[..., nn.Module]] = dict.fromkeys([*_STAGES, *_RESNETS], build)
 
 
 def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int = 32) -> nn.Module:

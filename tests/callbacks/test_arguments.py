@@ -35,7 +35,7 @@ from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.embedding import Geometry
 from fedx_pl.evaluation.evaluate import EvaluationOptions
-from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import Median

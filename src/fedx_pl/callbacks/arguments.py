@@ -25,11 +25,11 @@ from fedx_pl.errors import UserError, first_line, known_names, options_of
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.federation import privacy
-from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
+from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.device import device_of, resolve_precision
+from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions
 from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer, require_fitting_optimizer
-from fedx_pl.federation.robust import RULES
+from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import PRECISIONS
 from fedx_pl.options import OptionError, check, whole_number

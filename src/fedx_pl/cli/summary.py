@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedx_pl.callbacks.progress import duration
-from fedx_pl.federation.identity import flat
+from fedx_pl.federation.content import flat
 from fedx_pl.trainer import FederatedTrainer
 
 FILES = {  # of a run folder, for people

@@ -40,8 +40,9 @@ from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.engines import Engine
 from fedx_pl.errors import Report, UserError, say
 from fedx_pl.federation import privacy
+from fedx_pl.federation.content import flat
 from fedx_pl.federation.device import resolve_device
-from fedx_pl.federation.identity import Identity, flat
+from fedx_pl.federation.identity import Identity
 from fedx_pl.federation.regularizers import require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.mixins import MIXINS, wrap

@@ -13,32 +13,31 @@ Keys end at the first ``=`` and values are taken as they are (lists as YAML), so
 
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
-from fedx_pl.config.registry import DATA, METHOD, WORDS, find
+from fedx_pl.config.registry import DATA, METHOD, WORDS, find, is_foreign, require_known
 from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
 from fedx_pl.data.images import ARRAYS, RESIZED
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, did_you_mean, has_controls, known_names, short, wrong_type
-from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.evaluation.options import PRESETS
 from fedx_pl.files.reading import parse_yaml, read_yaml
 from fedx_pl.mixins import MIXINS
 
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
 
 MAX_KEY, MAX_GROUPS = 100, 5  # letters of a key, and groups within each other
-# Mixins that have a group of keys of their own.
-_GROUPED = {name: mixin for name, mixin in MIXINS.items() if hasattr(Config(), name)}
+_GROUPED = [name for name in MIXINS if hasattr(Config(), name)]  # They have keys of their own.
 # What `fedx-pl federate server` composes first: a site's word is its own, a simulation's clients are ours.
 REAL_SITES = ("aggregate=clip", "aggregate.max_share=0.5")
 GROUPS = ("data", "method", "recipe", "profile")
@@ -96,12 +95,12 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         else:
             settings.append((_SHORT.get(key, key), value))
     if chosen["profile"] == "auto":
-        chosen["profile"] = "paper" if torch.cuda.is_available() else "cpu"
+        chosen["profile"] = "paper" if has_gpu() else "cpu"
 
     schema = schema_of(_parts(chosen, settings))
     for group in FILE_GROUPS:
         if group == "data":
-            find(DATA, chosen["data"])
+            require_known(DATA, chosen["data"])
             mean, std = STATISTICS.get(chosen["data"], ((), ()))
             known = {"name": chosen["data"], "mean": list(mean), "std": list(std)}
             schema = _merge(schema, {"data": known}, f"data={chosen['data']}")
@@ -117,8 +116,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             )
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
-    for name, mixin in _GROUPED.items():
-        if issubclass(find(METHOD, chosen["method"]), mixin):
+    for name in _GROUPED if is_foreign(METHOD, chosen["method"]) else ():
+        if issubclass(find(METHOD, chosen["method"]), MIXINS[name]):
             schema[name].enabled = True
     for word in [word for word in schema.mixins if word in _GROUPED]:
         schema[word].enabled = True  # mixins=[fedx] is fedx=true.
@@ -128,6 +127,17 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     if not schema.name:
         schema.name = _default_name(schema)
     return frozen(schema)
+
+
+def has_gpu() -> bool:
+    """Whether torch has a GPU; torch is asked only where the system has a driver of one."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, Windows' own, AMD's
+    if "torch" not in sys.modules and sys.platform == "linux":
+        if not any(Path(driver).exists() for driver in drivers):
+            return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _parts(chosen: Mapping[str, str], settings: Sequence[tuple[str, str]]) -> Parts:

@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedx_pl.config.registry import PARTITION, REGULARIZER, make
 from fedx_pl.data.partition import FromFile, Partition
-from fedx_pl.evaluation.evaluate import EvaluationOptions
-from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.options import OptionError, Options, option
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.regularizers import Regularizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class RegularizerOptions(Options):
     name: str = option("none", "none | fedprox | scaffold (short: regularizer=fedprox)")
     mu: float = option(0.01, "fedprox: weight of the pull towards the global weights", at_least=0)
 
-    def made(self) -> Regularizer:
+    def made(self) -> "Regularizer":
         """The regularizer that these options describe."""
         regularizer: Regularizer = make(REGULARIZER, self.name, self)
         return regularizer

@@ -12,26 +12,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytorch_lightning.loggers import CSVLogger, Logger
-
-from fedx_pl.backbones import BACKBONES
-from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.dashboard import Dashboard
-from fedx_pl.callbacks.early_stopping import EarlyStopping
+from fedx_pl.backbone_options import BACKBONES
 from fedx_pl.data.images import ARRAYS
-from fedx_pl.data.partition import PARTITIONS, Partition
+from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
-from fedx_pl.engines import ENGINES, Engine
+from fedx_pl.engines import ENGINES
 from fedx_pl.errors import UserError, known_names
-from fedx_pl.evaluation import EVALUATIONS, Evaluation
-from fedx_pl.federation.aggregate import Aggregator
-from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer
-from fedx_pl.federation.robust import RULES
+from fedx_pl.evaluation import EVALUATIONS
+from fedx_pl.federation.options import REGULARIZERS, RULES
 from fedx_pl.methods import BUILT_IN
-from fedx_pl.methods.base import SSLMethod
-from fedx_pl.mixins import MIXINS, Mixin
+from fedx_pl.mixins import MIXINS
+from fedx_pl.parts import Parts, imported
+
+if TYPE_CHECKING:
+    from fedx_pl.methods.base import SSLMethod
+
+LOGGERS: Parts[Any] = Parts(
+    {
+        "tensorboard": "fedx_pl.callbacks.dashboard:Dashboard",
+        "csv": "pytorch_lightning.loggers:CSVLogger",
+    }
+)
+CALLBACKS: Parts[Any] = Parts({"early_stopping": "fedx_pl.callbacks.early_stopping:EarlyStopping"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +44,14 @@ class Kind:
 
     key: str  # what is typed before the equals sign
     group: str  # of entry points, after ``fedx_pl.``
-    built_in: Mapping[str, Any]  # things by word
-    base: type | None = None  # what a class must be a subclass of; None: a function will do
+    built_in: Mapping[str, Any]  # parts by word
+    base_path: str = ""  # of the class that a part must be a subclass of; empty: a function will do
     form: str = "{key}={word}"  # how a word is typed
+
+    @property
+    def base(self) -> type | None:
+        """What a class must be a subclass of; None: a function will do."""
+        return imported(self.base_path) if self.base_path else None
 
     def typed(self, word: str) -> str:
         """A word as it is typed."""
@@ -50,33 +59,58 @@ class Kind:
 
 
 _LIST = "{key}=[{word}]"
-METHOD = Kind(key="method", group="methods", built_in=BUILT_IN, base=SSLMethod)
-MIXIN = Kind(key="mixins", group="mixins", built_in=MIXINS, base=Mixin, form=_LIST)
+METHOD = Kind(
+    key="method", group="methods", built_in=BUILT_IN, base_path="fedx_pl.methods.base:SSLMethod"
+)
+MIXIN = Kind(
+    key="mixins",
+    group="mixins",
+    built_in=MIXINS,
+    base_path="fedx_pl.mixins.base:Mixin",
+    form=_LIST,
+)
 BACKBONE = Kind(key="backbone.name", group="backbones", built_in=BACKBONES)
 DATA = Kind(key="data", group="data", built_in=SOURCES)
-PARTITION = Kind(key="partition.kind", group="partitions", built_in=PARTITIONS, base=Partition)
-RULE = Kind(key="aggregate", group="rules", built_in=RULES, base=Aggregator)
-REGULARIZER = Kind(key="regularizer", group="regularizers", built_in=REGULARIZERS, base=Regularizer)
-ENGINE = Kind(key="engine", group="engines", built_in=ENGINES, base=Engine)
+PARTITION = Kind(
+    key="partition.kind",
+    group="partitions",
+    built_in=PARTITIONS,
+    base_path="fedx_pl.data.partition:Partition",
+)
+RULE = Kind(
+    key="aggregate",
+    group="rules",
+    built_in=RULES,
+    base_path="fedx_pl.federation.aggregate:Aggregator",
+)
+REGULARIZER = Kind(
+    key="regularizer",
+    group="regularizers",
+    built_in=REGULARIZERS,
+    base_path="fedx_pl.federation.regularizers:Regularizer",
+)
+ENGINE = Kind(
+    key="engine", group="engines", built_in=ENGINES, base_path="fedx_pl.engines.base:Engine"
+)
 EVALUATION = Kind(
     key="evaluate",
     group="evaluations",
     built_in=EVALUATIONS,
-    base=Evaluation,
+    base_path="fedx_pl.evaluation.base:Evaluation",
     form="fedx-pl {key} RUN {word}",
 )
 LOGGER = Kind(
     key="logger",
     group="loggers",
-    built_in={"tensorboard": Dashboard, "csv": CSVLogger},
-    base=Logger,
+    built_in=LOGGERS,
+    base_path="pytorch_lightning.loggers:Logger",
     form=_LIST,
 )
 CALLBACK = Kind(
     key="callbacks",
     group="callbacks",
-    built_in={"early_stopping": EarlyStopping},
-    base=RoundCallback,
+    built_in=CALLBACKS,
+    base_path="fedx_pl.callbacks.base:RoundCallback",
     form=_LIST,
 )
 KINDS = (
@@ -94,7 +128,7 @@ WORDS = {
     ("engine", "name"): ENGINE,
 }
 
-_BROUGHT: dict[str, type[SSLMethod]] = {}  # classes that were given from Python, by their path
+_BROUGHT: "dict[str, type[SSLMethod]]" = {}  # classes that were given from Python, by their path
 
 
 def find(kind: Kind, word: str) -> Any:
@@ -114,9 +148,15 @@ def find(kind: Kind, word: str) -> Any:
         return _checked(kind, word, _import(kind, word))
     names = [name for name in (*kind.built_in, *plugins) if name != ARRAYS]
     guess = known_names(word, names, prefix=kind.typed("").strip("[]")) if names else ""
-    what = "class" if kind.base else "function"
-    own = kind.typed("package.module:Class" if kind.base else "package.module:function")
+    what = "class" if kind.base_path else "function"
+    own = kind.typed("package.module:Class" if kind.base_path else "package.module:function")
     raise UserError(f"{kind.typed(word)} is not known{guess}; or give your own {what} as {own}")
+
+
+def require_known(kind: Kind, word: str) -> None:
+    """Raises a `UserError` if there is nothing behind a word; a built-in part is not imported."""
+    if is_foreign(kind, word):
+        find(kind, word)
 
 
 def is_foreign(kind: Kind, word: str) -> bool:
@@ -124,7 +164,7 @@ def is_foreign(kind: Kind, word: str) -> bool:
     return word not in kind.built_in
 
 
-def bring(method: type[SSLMethod]) -> str:
+def bring(method: "type[SSLMethod]") -> str:
     """Makes a class known by its path, wherever it was defined, and returns the path."""
     path = f"{method.__module__}:{method.__qualname__}"
     _BROUGHT[path] = _checked(METHOD, path, method)
@@ -233,19 +273,16 @@ def _import(kind: Kind, path: str) -> object:
 
 
 def _checked(kind: Kind, word: str, found: object) -> Any:
-    if kind.base is None:
+    base: Any = kind.base
+    if base is None:
         if not callable(found):
             raise UserError(f"{kind.typed(word)} is {found!r}, which is not a function")
         return found
-    if not (isinstance(found, type) and issubclass(found, kind.base)):
-        home = (
-            "fedx_pl"
-            if kind.base in (SSLMethod, RoundCallback, Partition)
-            else kind.base.__module__
-        )
+    if not (isinstance(found, type) and issubclass(found, base)):
+        home = "fedx_pl" if kind in (METHOD, CALLBACK, PARTITION) else base.__module__
         raise UserError(
-            f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{kind.base.__name__}"
+            f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{base.__name__}"
         )
-    if kind is METHOD and found.loss is SSLMethod.loss:  # type: ignore[attr-defined]
+    if kind is METHOD and found.loss is base.loss:  # type: ignore[attr-defined]
         raise UserError(f"method={word} has no loss of its own; write def loss(self, batch, z)")
     return found

@@ -15,8 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedx_pl.backbones import BackboneOptions
-from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.backbone_options import BackboneOptions
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.config.bounds import require_sensible
 from fedx_pl.config.groups import (
     EvaluationKeys,
@@ -27,21 +27,27 @@ from fedx_pl.config.groups import (
     RunOptions,
     SiteOptions,
 )
-from fedx_pl.config.registry import METHOD, MIXIN, WORDS, find, is_foreign, own_settings
-from fedx_pl.data.augment import AugmentOptions
+from fedx_pl.config.registry import (
+    METHOD,
+    MIXIN,
+    WORDS,
+    find,
+    is_foreign,
+    own_settings,
+    require_known,
+)
 from fedx_pl.data.images import RESIZED, DataOptions
+from fedx_pl.data.options import AugmentOptions
 from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError, first_line
-from fedx_pl.federation.aggregate import AggregateOptions
-from fedx_pl.federation.identity import decisive, flat
-from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import REGULARIZERS
-from fedx_pl.methods.base import SSLMethod
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.options import REGULARIZERS, AggregateOptions, PrivacyOptions
+from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.optim import OptimOptions
-from fedx_pl.methods.parameters import hyper_parameters
-from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions, wrap
+from fedx_pl.methods.parameters import Parameter, declared_parameters, hyper_parameters
+from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions
 from fedx_pl.options import Bounds, OptionError, Options, option
 
 LARGEST_SEED = 2**63 - 1
@@ -88,9 +94,9 @@ class Config(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for (group, key), kind in WORDS.items():
-            find(kind, getattr(getattr(self, group), key))
+            require_known(kind, getattr(getattr(self, group), key))
         for word in self.mixins:
-            find(MIXIN, word)
+            require_known(MIXIN, word)
         self.aggregate.require_possible(self.federation.min_clients)
         if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
             raise UserError(
@@ -200,7 +206,10 @@ _ARGUMENTS = {
     "max_rounds": "federation.rounds", "min_clients": "federation.min_clients",
     "precision": "optim.precision", "root": "data.root",
     **{f"partition={kind.__name__}()": f"partition.kind={word}" for word, kind in PARTITIONS.items()},
-    **{f"regularizer={kind.__name__}()": f"regularizer={word}" for word, kind in REGULARIZERS.items()},
+    **{
+        f"regularizer={path.partition(':')[2]}()": f"regularizer={word}"
+        for word, path in REGULARIZERS.paths.items()
+    },
 }  # fmt: skip
 
 
@@ -270,18 +279,22 @@ def schema_of(parts: Parts) -> DictConfig:
     return copy.deepcopy(_prototype(parts))
 
 
-def method_of(name: str, mixins: Sequence[str]) -> type[SSLMethod]:
-    """A method with mixins of one's own around it."""
-    method: type[SSLMethod] = find(METHOD, name)
+def method_parameters(name: str, mixins: Sequence[str] = ()) -> dict[str, Parameter]:
+    """The keys ``method.*`` of a method with mixins of one's own around it."""
+    if not mixins and name in BUILT_IN.paths:
+        return declared_parameters(BUILT_IN.paths[name])
+    method = find(METHOD, name)  # Comes first: an unknown name should not wait for torch.
+    from fedx_pl.mixins.base import wrap
+
     for word in mixins:
         method = wrap(find(MIXIN, word), method)
-    return method
+    return hyper_parameters(method)
 
 
 @cache
 def _prototype(parts: Parts) -> DictConfig:
     own: list[Any] = [("name", str, field(default=parts.method))]
-    for key, (hint, default, _) in hyper_parameters(method_of(parts.method, parts.mixins)).items():
+    for key, (hint, default, _) in method_parameters(parts.method, parts.mixins).items():
         many = isinstance(default, list | tuple)
         own.append(
             (

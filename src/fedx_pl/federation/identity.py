@@ -20,11 +20,11 @@ import torch
 import yaml
 
 from fedx_pl import backbones
-from fedx_pl.data.images import RESIZED
+from fedx_pl.backbone_options import BACKBONES
 from fedx_pl.data.partition import PARTITIONS
-from fedx_pl.data.sources import SOURCES
 from fedx_pl.errors import UserError
-from fedx_pl.federation.regularizers import REGULARIZERS
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.options import REGULARIZERS
 from fedx_pl.files import checksum
 from fedx_pl.files.reading import read_yaml
 from fedx_pl.methods import BUILT_IN
@@ -119,46 +119,6 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
         hparams=main,
         read=_read,
     )
-
-
-def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides the result: not where things are and how the run is carried out."""
-    content: dict[str, Any] = {
-        key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()
-    }
-    for group in ("run", "engine", "health", "callbacks", "logger", "site"):
-        content.pop(group, None)
-    content["aggregate"].pop(
-        "quarantine", None
-    )  # A client that was mended is asked again by another value.
-    if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
-        content["aggregate"].pop("max_share")
-    for place in ("cache", "download", "workers"):
-        content["data"].pop(place, None)
-    content["fedca"]["base"] = Path(
-        content["fedca"]["base"]
-    ).name  # A run's folder is named after what it holds.
-    content["fork"] = Path(content["fork"]).name
-    # For a folder the root says which images, for the others only where they lie.
-    if content["data"]["name"] != "folder":
-        content["data"].pop("root", None)
-    if content["data"]["name"] not in RESIZED:
-        content["data"].pop("image_size", None)
-    if (
-        content["data"]["name"] not in SOURCES
-    ):  # Known only when they are loaded; the images have a fingerprint.
-        content["data"].pop("grayscale", None)
-    return content
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys and values."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return found
 
 
 def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Record:
@@ -264,7 +224,7 @@ def _beyond_keys(model: SSLMethod) -> dict[str, str]:
 def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule) -> str:
     """The class of a backbone that was brought, or that the method changed; empty if it is the one of the settings."""
     trained, told = model.backbone, identity.content
-    if told["backbone.name"] in backbones.BACKBONES:
+    if told["backbone.name"] in BACKBONES:
         fields = [field.name for field in dataclasses.fields(backbones.BackboneOptions)]
         options = backbones.BackboneOptions(**{name: told[f"backbone.{name}"] for name in fields})
         with torch.random.fork_rng(devices=[]):
@@ -355,7 +315,7 @@ def plain_method(method: type[SSLMethod]) -> type[SSLMethod]:
     """
     own = [name for name in vars(method) if not (name.startswith("__") and name.endswith("__"))]
     *added, inner = method.__bases__
-    usual = [mixin for mixin in reversed(MIXINS.values()) if mixin in added]
+    usual = [mixin for mixin in reversed(list(MIXINS.values())) if mixin in added]
     if not added or "__init__" in vars(method) or own or added != usual:
         return method
     return plain_method(inner)

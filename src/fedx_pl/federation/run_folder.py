@@ -14,7 +14,8 @@ from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import DAMAGED, Checkpoints, RunState, UnfinishedRound
-from fedx_pl.federation.identity import code_record, decisive, flat
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.files import checksum, clear_unfinished, lock, size_of, tensor_bytes, write_atomically
 from fedx_pl.files.reading import parse_tensors, read_json, read_yaml

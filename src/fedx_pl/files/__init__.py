@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
-
-from safetensors.torch import save
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from fedx_pl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import fcntl
@@ -30,12 +30,14 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Not on Windows.
 _TRIES, _PAUSE = 10, 0.02  # seconds
 
 
-def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
+def tensor_bytes(state: "Mapping[str, Tensor]") -> bytes:
     """As safetensors, which store plain memory order; channels_last weights have another."""
+    from safetensors.torch import save
+
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
-def size_of(state: Mapping[str, Tensor]) -> int:
+def size_of(state: "Mapping[str, Tensor]") -> int:
     """In bytes, as it travels."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 

@@ -7,11 +7,12 @@ import errno
 import json
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from safetensors.torch import load
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_YAML = (
     250_000  # bytes; a configuration has 4,000, and PyYAML needs some ten seconds for a million
@@ -103,7 +104,7 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     raise ValueError(f"it nests more than {MAX_DEPTH} deep")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> "dict[str, Tensor]":
     """The tensors of a safetensors file of somebody.
 
     Raises:
@@ -113,7 +114,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return parse_tensors(read_bytes(path))
 
 
-def parse_tensors(content: bytes) -> dict[str, Tensor]:
+def parse_tensors(content: bytes) -> "dict[str, Tensor]":
     """The tensors of safetensors of somebody; a `ValueError` if they cannot be read, or are too many."""
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER:
@@ -126,6 +127,8 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
         raise ValueError(f"its header cannot be read ({_line(error)})") from error
     if count > MAX_TENSORS:
         raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
+    from safetensors.torch import load
+
     try:
         return load(content)
     except Exception as error:  # A kind of number that torch has not, a shape beyond 64 bits, ...

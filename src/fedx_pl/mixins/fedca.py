@@ -4,7 +4,6 @@ What is left is the alignment module: all clients are drawn towards one frozen b
 public images, so that their embedding spaces do not part.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,9 @@ from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.options import FedCAOptions
 from fedx_pl.mixins.teacher import Frozen, copy_network
-from fedx_pl.options import OptionError, Options, option
-
-
-@dataclass(frozen=True)
-class FedCAOptions(Options):
-    """The alignment term."""
-
-    enabled: bool = option(False, "add FedCA's alignment to the method (short: fedca=true)")
-    beta: float = option(1.0, "its weight", at_least=0)
-    base: str = option("", "run folder of the base encoder, trained on public images")
+from fedx_pl.options import OptionError
 
 
 class FedCAMixin(Mixin):

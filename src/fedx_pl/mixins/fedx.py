@@ -27,7 +27,7 @@ from fedx_pl.errors import options_of
 from fedx_pl.losses import global_contrast, nt_xent, relational
 from fedx_pl.methods.base import Embeddings, Loss, Views, mlp
 from fedx_pl.mixins.base import Mixin
-from fedx_pl.mixins.fedx_options import FedXOptions
+from fedx_pl.mixins.options import FedXOptions
 from fedx_pl.mixins.relation_queue import RelationQueue
 from fedx_pl.mixins.teacher import Frozen
 

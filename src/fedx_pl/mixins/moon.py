@@ -4,7 +4,6 @@ The local embedding should be nearer to what the global model of the round says 
 said at the end of its last round. The paper calls this MOON-unsup.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from lightly.models.utils import deactivate_requires_grad
@@ -14,17 +13,8 @@ from fedx_pl.errors import options_of
 from fedx_pl.losses import model_contrast
 from fedx_pl.methods.base import Embeddings, Loss, Views, copy_state
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.options import MoonOptions
 from fedx_pl.mixins.teacher import Frozen, copy_network
-from fedx_pl.options import Options, option
-
-
-@dataclass(frozen=True)
-class MoonOptions(Options):
-    """The model-contrastive term."""
-
-    enabled: bool = option(False, "add MOON's term to the method (short: moon=true)")
-    mu: float = option(1.0, "its weight; MOON tries 0.1, 1, 5 and 10", at_least=0)
-    tau: float = option(0.5, "its temperature", above=0)
 
 
 class MoonMixin(Mixin):

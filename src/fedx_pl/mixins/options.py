@@ -1,4 +1,4 @@
-"""The options of FedX: weights of the four terms, and variants."""
+"""Options of the mixins; nothing here needs torch."""
 
 from dataclasses import dataclass, replace
 
@@ -73,3 +73,21 @@ class FedXOptions(Options):
         if round_number > self.warmup:
             return self
         return replace(self, global_contrast=0.0, global_relation=0.0, warmup=0)
+
+
+@dataclass(frozen=True)
+class MoonOptions(Options):
+    """The model-contrastive term."""
+
+    enabled: bool = option(False, "add MOON's term to the method (short: moon=true)")
+    mu: float = option(1.0, "its weight; MOON tries 0.1, 1, 5 and 10", at_least=0)
+    tau: float = option(0.5, "its temperature", above=0)
+
+
+@dataclass(frozen=True)
+class FedCAOptions(Options):
+    """The alignment term."""
+
+    enabled: bool = option(False, "add FedCA's alignment to the method (short: fedca=true)")
+    beta: float = option(1.0, "its weight", at_least=0)
+    base: str = option("", "run folder of the base encoder, trained on public images")

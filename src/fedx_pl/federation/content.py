@@ -1,0 +1,48 @@
+"""What decides the result of a run, among all keys of its configuration."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedx_pl.data.images import RESIZED
+from fedx_pl.data.sources import SOURCES
+
+
+def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides the result: not where things are and how the run is carried out."""
+    content: dict[str, Any] = {
+        key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()
+    }
+    for group in ("run", "engine", "health", "callbacks", "logger", "site"):
+        content.pop(group, None)
+    content["aggregate"].pop(
+        "quarantine", None
+    )  # A client that was mended is asked again by another value.
+    if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
+        content["aggregate"].pop("max_share")
+    for place in ("cache", "download", "workers"):
+        content["data"].pop(place, None)
+    content["fedca"]["base"] = Path(
+        content["fedca"]["base"]
+    ).name  # A run's folder is named after what it holds.
+    content["fork"] = Path(content["fork"]).name
+    # For a folder the root says which images, for the others only where they lie.
+    if content["data"]["name"] != "folder":
+        content["data"].pop("root", None)
+    if content["data"]["name"] not in RESIZED:
+        content["data"].pop("image_size", None)
+    if (
+        content["data"]["name"] not in SOURCES
+    ):  # Known only when they are loaded; the images have a fingerprint.
+        content["data"].pop("grayscale", None)
+    return content
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as dotted keys and values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return found
