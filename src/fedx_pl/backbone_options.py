@@ -43,7 +43,7 @@ class BackboneOptions(Options):
 
 
 def require_possible(options: BackboneOptions) -> None:
-    """Raises an `OptionError` if there is no such encoder; fast enough to come before anything else."""
+    """Raises an `OptionError` if there is no such encoder."""
     if options.name in OURS:
         return
     if options.name not in BACKBONES:

@@ -41,7 +41,7 @@ class FederationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """Where and how a run happens; nothing changes what is computed, but ``compile`` its rounding."""
+    """Where and how a run is executed; only ``compile`` changes results, by rounding."""
 
     root: str = option("runs", "folder of all runs")
     dir: str = option("", "this run's folder; empty: ROOT/NAME-sSEED-HASH")

@@ -1,7 +1,7 @@
-"""How a word on the command line becomes a thing: one registry for every kind of part.
+"""The registry of parts: finds the class or function behind a word of the command line.
 
-A word is the name of a built-in part, an entry point that an installed package declares (group ``fedx_pl.methods``,
-``fedx_pl.mixins``, ...), or ``package.module:Name``.
+A word is the name of a built-in part, an entry point of an installed package (of the group
+``fedx_pl.methods``, ``fedx_pl.mixins``, ...), or ``package.module:Name``.
 """
 
 import dataclasses
@@ -114,8 +114,18 @@ CALLBACK = Kind(
     form=_LIST,
 )
 KINDS = (
-    METHOD, MIXIN, BACKBONE, DATA, PARTITION, RULE, REGULARIZER, ENGINE, EVALUATION, LOGGER, CALLBACK,
-)  # fmt: skip
+    METHOD,
+    MIXIN,
+    BACKBONE,
+    DATA,
+    PARTITION,
+    RULE,
+    REGULARIZER,
+    ENGINE,
+    EVALUATION,
+    LOGGER,
+    CALLBACK,
+)
 
 # The keys of the configuration that hold one such word: (group, key within it).
 WORDS = {
@@ -128,14 +138,14 @@ WORDS = {
     ("engine", "name"): ENGINE,
 }
 
-_BROUGHT: "dict[str, type[SSLMethod]]" = {}  # classes that were given from Python, by their path
+_BROUGHT: "dict[str, type[SSLMethod]]" = {}  # classes given from Python, by their path
 
 
 def find(kind: Kind, word: str) -> Any:
-    """The thing behind a word.
+    """The class or function behind a word.
 
     Raises:
-        UserError: there is none, or it is of another kind; the nearest word is named.
+        UserError: there is none, or it is of another kind; the message names the nearest word.
     """
     if word in kind.built_in:
         return kind.built_in[word]
@@ -160,23 +170,23 @@ def require_known(kind: Kind, word: str) -> None:
 
 
 def is_foreign(kind: Kind, word: str) -> bool:
-    """Whether a word is none of ours."""
+    """Whether a word is not the name of a built-in part."""
     return word not in kind.built_in
 
 
 def bring(method: "type[SSLMethod]") -> str:
-    """Makes a class known by its path, wherever it was defined, and returns the path."""
+    """Registers a class by its path, wherever it was defined, and returns the path."""
     path = f"{method.__module__}:{method.__qualname__}"
     _BROUGHT[path] = _checked(METHOD, path, method)
     return path
 
 
 def own_settings(thing: Any, known: type) -> dict[str, Any]:
-    """The arguments with a plain default that a part has beyond those of its group: they become keys.
+    """The arguments with a plain default that a part adds to the keys of its group.
 
     Args:
         thing: a class or function.
-        known: the dataclass of the group's keys.
+        known: the dataclass of the keys of the group.
     """
     usual = {field.name for field in dataclasses.fields(known)}
     parameters = inspect.signature(thing).parameters.values()
@@ -189,17 +199,17 @@ def own_settings(thing: Any, known: type) -> dict[str, Any]:
 
 
 def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) -> Any:
-    """Calls the class or function behind a word with what it asks for, by name.
+    """Calls the class or function behind a word with the arguments that it takes.
 
     Args:
-        kind: of part.
-        word: as typed.
-        options: the keys of its group, by which its arguments are found.
-        args: arguments that it must take.
-        given: further arguments, which it need not take.
+        kind: the kind of part.
+        word: the word, as typed.
+        options: the keys of its group, which hold the arguments.
+        args: positional arguments, which it must take.
+        given: more keyword arguments, which it need not take.
 
     Raises:
-        UserError: it cannot be called so, or it raises; the word and the error are named.
+        UserError: it cannot be called so, or it raises; the message names the word and the error.
     """
     thing = find(kind, word)
     parameters = inspect.signature(thing).parameters
@@ -213,8 +223,9 @@ def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) ->
     missing = _without_default(parameters.values(), len(args), taken)
     if missing:
         raise UserError(
-            f"{kind.typed(word)} cannot be made: its argument {missing[0]} has no default; keys come from arguments "
-            f"with plain defaults, so write e.g. {missing[0]}=1 in its signature"
+            f"{kind.typed(word)} cannot be made: its argument {missing[0]} has no default; "
+            f"keys come from arguments with plain defaults, "
+            f"so write e.g. {missing[0]}=1 in its signature"
         )
     with making(kind.typed(word)):
         return thing(*args, **taken)
@@ -222,16 +233,16 @@ def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) ->
 
 @contextmanager
 def making(typed: str) -> Iterator[None]:
-    """Whatever a part raises while it is made is a `UserError` that names it.
+    """Turns whatever a part raises while it is made into a `UserError` that names it.
 
     Args:
-        typed: the part, as its key and word.
+        typed: the key and the word of the part.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # Whatever a stranger's code does.
+    except Exception as error:  # Whatever a user's code raises.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
             f"{typed} cannot be made ({reason}); --debug shows where it fails"
@@ -241,33 +252,35 @@ def making(typed: str) -> Iterator[None]:
 def _without_default(
     parameters: Iterable[inspect.Parameter], positional: int, taken: Mapping[str, Any]
 ) -> list[str]:
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][
-        positional:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in parameters if parameter.kind not in variadic]
+    required = [
+        parameter for parameter in named[positional:] if parameter.default is parameter.empty
     ]
-    return [one.name for one in named if one.default is one.empty and one.name not in taken]
+    return [parameter.name for parameter in required if parameter.name not in taken]
 
 
 def _import(kind: Kind, path: str) -> object:
     module_name, _, name = path.partition(":")
-    if (
-        "" not in sys.path
-    ):  # A console script does not look in the folder it is started from; `python -m` does.
+    if "" not in sys.path:  # As `python -m` does, and a console script does not.
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # Whatever a stranger's module does when it is imported.
+    except Exception as error:  # Whatever a user's module raises.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
-            f"{kind.key}={path}: cannot import {module_name} ({reason}); start where it can be found"
+            f"{kind.key}={path}: cannot import {module_name} ({reason}); "
+            f"start where it can be found"
         ) from error
     if not hasattr(module, name):
         own = [
             v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name
         ]
         base = kind.base or object
-        classes = [v.__name__ for v in own if issubclass(v, base)]
+        classes = ", ".join(v.__name__ for v in own if issubclass(v, base))
         raise UserError(
-            f"{kind.key}={path}: {module_name} has no {name!r}; it has {', '.join(classes) or f'no {base.__name__}'}"
+            f"{kind.key}={path}: {module_name} has no {name!r}; "
+            f"it has {classes or f'no {base.__name__}'}"
         )
     return getattr(module, name)
 

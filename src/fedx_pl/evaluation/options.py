@@ -20,9 +20,9 @@ class LinearOptions(Options):
     batch_size: int = option(64, "features per step", at_least=1)
 
 
-# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has a batch size of 512
-# among its options, which goes to the extraction of features; the classifier's own is 2048. It does not shuffle; here
-# every epoch is.
+# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code
+# has a batch size of 512 among its options, which goes to the extraction of features; the
+# classifier's own is 2048. It does not shuffle; here every epoch is.
 PRESETS = {
     "fedx": LinearOptions(),
     "fedema": LinearOptions(
@@ -33,7 +33,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SemiOptions(Options):
-    """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
+    """How the network is fine-tuned on few labels; most defaults are the paper's."""
 
     fractions: list[float] = option(
         [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1

@@ -34,7 +34,7 @@ REGULARIZERS: "Parts[type[Regularizer]]" = Parts(
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateOptions(Options):
-    """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
+    """How far the server trusts an update; docs/robustness.md describes each rule."""
 
     rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
     clip: float = option(

@@ -22,7 +22,7 @@ class Parameter(NamedTuple):
 
 
 def hyper_parameters(method: type) -> dict[str, Parameter]:
-    """A method's arguments with a plain default, by name: its own first, then those of its bases."""
+    """A method's arguments with a plain default, by name; its own come before its bases'."""
     found: dict[str, Parameter] = {}
     for cls in method.__mro__:
         init = vars(cls).get("__init__")

@@ -1,7 +1,7 @@
-"""FedCA (Zhang et al., 2020) without its dictionary, which would share features of the clients' images.
+"""FedCA (Zhang et al., 2020) without its dictionary, which would share features of images.
 
-What is left is the alignment module: all clients are drawn towards one frozen base encoder, trained beforehand on
-public images, so that their embedding spaces do not part.
+What remains is the alignment module: all clients are drawn towards one frozen base encoder, trained
+on public images, so that their embedding spaces stay together.
 """
 
 from pathlib import Path
@@ -21,15 +21,15 @@ from fedx_pl.options import OptionError
 
 
 class FedCAMixin(Mixin):
-    """Adds the squared distance of unit vectors, on the first view, to the embedding of the base encoder."""
+    """Adds the squared distance of the first view's embedding from that of the base encoder."""
 
     def __init__(self, *args: Any, fedca: FedCAOptions | None = None, **kwargs: Any) -> None:
         """Loads the base encoder.
 
         Args:
-            args: of the method.
+            args: arguments of the method.
             fedca: weight, and where the base encoder is.
-            kwargs: of the method.
+            kwargs: keyword arguments of the method.
         """
         super().__init__(*args, **kwargs)
         self.fedca = options_of("fedca", fedca, FedCAOptions)
@@ -52,7 +52,7 @@ class FedCAMixin(Mixin):
         self._fedca_base.refresh(nn.Sequential(network["backbone"], network["projector"]))
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """The method's own terms and the alignment."""
+        """The method's own terms, and the alignment."""
         distance = alignment(z.first, self._fedca_base(batch.first))
         return super().loss(batch, z) | Loss(alignment=self.fedca.beta * distance)
 

@@ -55,7 +55,7 @@ class FedXOptions(Options):
             raise OptionError("warmup", self.warmup, problem, "{warmup}=0", FedXOptions)
 
     def reserved(self, batch_size: int) -> int:
-        """How many of a step's images are not in ``B``."""
+        """How many images of a step are not in ``B``."""
         return self.relation_size or batch_size // 2
 
     @property
@@ -69,7 +69,7 @@ class FedXOptions(Options):
         return self.global_contrast > 0 or self.global_relation > 0
 
     def in_round(self, round_number: int) -> "FedXOptions":
-        """The options of a round: without the global terms while the warm-up lasts."""
+        """The options of a round, without the global terms during the warm-up."""
         if round_number > self.warmup:
             return self
         return replace(self, global_contrast=0.0, global_relation=0.0, warmup=0)
