@@ -166,7 +166,7 @@ def test_words_stand_for_objects_with_their_usual_settings() -> None:
         ((data(), model()), r"given the images first; write fit\(model, data\)"),
         (((IMAGES, LABELS), model()), r"given the images first; write fit\(model, data\)"),
         ((SimCLR, data()), r"given the class SimCLR; write fit\(SimCLR\(resnet18\(\)\), data\)"),
-        ((resnet10(width=4), data()), r"given a ResNet, which is no SSLMethod; write e\.g\. fit\(SimCLR\(net"),
+        ((resnet10(width=4), data()), r"given a ResNet, which is not an SSLMethod; write e\.g\. fit\(SimCLR\(net"),
         ((SSLMethod(resnet10(width=4)), data()), r"SSLMethod has no loss of its own; write def loss\(self, batch, z\)"),
         ((model(), FederatedDataModule), r"given FederatedDataModule as images"),
         ((model(), DataLoader(TensorDataset(PIXELS))), r"given DataLoader as images; write fit\(model, FederatedData"),

@@ -73,8 +73,8 @@ def settle(trainer: FederatedTrainer) -> None:
         if isinstance(callback, Checkpoint | LearningRateMonitor | DeviceStatsMonitor):
             raise UserError(
                 f"client_callbacks={_shown(callback)} needs a logger or checkpoints of the "
-                f"client's own trainer, which has none: the run folder keeps checkpoints, and every row has "
-                f"the learning rate; leave it out"
+                f"client's own trainer, which has none: the run folder keeps checkpoints, "
+                f"and every row has the learning rate; leave it out"
             )
     trainer.aggregate = _options("aggregate", trainer.aggregate, AggregateOptions, RULES, "rule")
     trainer.aggregate.require_possible(trainer.min_clients)

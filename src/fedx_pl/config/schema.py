@@ -194,7 +194,7 @@ def _bounds() -> dict[str, Bounds]:
     return {key: item.metadata["bounds"] for key, item, _ in _fields(Config())}
 
 
-# Keys of arguments of the trainer and of the data module, and of arguments that several parts share.
+# Keys of arguments of the trainer and of the data module, and of those that parts share.
 _ARGUMENTS = {
     "accelerator": "run.device",
     "batchnorm": "federation.batchnorm",
