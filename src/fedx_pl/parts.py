@@ -49,6 +49,9 @@ class Parts(MutableMapping[str, Part]):
     def __len__(self) -> int:
         return len(self.paths | self._added)
 
+    def __or__(self, other: Mapping[str, Part]) -> dict[str, Part]:
+        return {**self, **other}
+
 
 def importing(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package whose public names are imported when they are asked for.

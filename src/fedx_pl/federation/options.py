@@ -1,9 +1,11 @@
 """Options of the server and of privacy, and the names of its parts; nothing here needs torch."""
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fedx_pl.errors import install_hint
 from fedx_pl.options import OptionError, Options, option
 from fedx_pl.parts import Parts
 
@@ -105,3 +107,9 @@ class PrivacyOptions(Options):
             raise OptionError(
                 "max_epsilon", self.max_epsilon, "needs noise", advice, PrivacyOptions
             )
+
+    def require_accountant(self) -> None:
+        """Raises an `OptionError` if there is noise, and the extra that accounts for it is missing."""
+        if self.noise and importlib.util.find_spec("dp_accounting") is None:
+            problem = f"needs dp-accounting; type {install_hint('privacy')}"
+            raise OptionError("noise", self.noise, problem, owner=PrivacyOptions)

@@ -4,7 +4,6 @@ Nobody but the client sees the update without noise, so the server need not be t
 what this protects and what not.
 """
 
-import importlib.util
 import math
 import os
 from bisect import bisect
@@ -15,7 +14,6 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedx_pl.errors import install_hint
 from fedx_pl.federation.options import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
@@ -38,9 +36,7 @@ def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
         problem = f"does not cover what {{regularizer={name}()}} sends beside the weights"
         advice = "{regularizer=FedProx()} or none"
         raise OptionError("clip", options.clip, problem, advice, PrivacyOptions)
-    if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        problem = f"needs dp-accounting; type {install_hint('privacy')}"
-        raise OptionError("noise", options.noise, problem, owner=PrivacyOptions)
+    options.require_accountant()
 
 
 def require_budget(
