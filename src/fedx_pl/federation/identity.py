@@ -89,6 +89,13 @@ class Identity:
         """An argument of the trainer as its user wrote it."""
         return _KEYS.get(argument, argument) if self.typed else argument
 
+    def setting(self, key: str) -> str:
+        """A key of the content as its user wrote it: objects have arguments."""
+        if self.typed or not key.startswith(("federation.", "optim.", "data.", "partition.")):
+            return key
+        arguments = {known: argument for argument, known in _KEYS.items()}
+        return arguments.get(key) or key.rpartition(".")[2]
+
 
 _KEYS = {
     "min_clients": "federation.min_clients", "max_rounds": "federation.rounds", "local_epochs": "federation.epochs",

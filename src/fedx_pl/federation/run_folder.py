@@ -356,7 +356,8 @@ def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) ->
     folder, told, after = trainer.folder, trainer.description, trainer.description.content
     differing = [key for key in before | after if before.get(key) != after.get(key)]
     if differing:
-        first = ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing[:5])
+        changes = {told.setting(key): (before.get(key), after.get(key)) for key in differing[:5]}
+        first = ", ".join(f"{name}: {old} -> {new}" for name, (old, new) in changes.items())
         fork = told.together(told.another(), told.forking(folder))
         raise UserError(
             f"{folder} holds a run of another config ({first}); {told.write} {told.another()}, "
