@@ -12,7 +12,8 @@ from fedx_pl.backbones import BackboneOptions
 from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract
-from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.evaluation.linear import linear_probe
+from fedx_pl.evaluation.options import LinearOptions
 
 
 def whole(setting: Setting) -> Part:

@@ -23,7 +23,8 @@ from benchmarks.targets import TARGETS, Target
 from helpers import THREADS, data_for, make_model, start
 
 from fedx_pl.data.batches import ClientData
-from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.evaluation.linear import linear_probe
+from fedx_pl.evaluation.options import LinearOptions
 from fedx_pl.federation.aggregate import FedAvg
 from fedx_pl.methods import SimCLR, SSLMethod
 from fedx_pl.mixins import FedXMixin, FedXOptions, wrap

@@ -45,8 +45,8 @@ from fedx_pl.cli.main import main
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.embedding import Geometry
-from fedx_pl.federation.aggregate import AggregateOptions
 from fedx_pl.federation.client import LocalTrainer
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.regularizers import FedProx
 from fedx_pl.federation.round import RoundContext, RoundRecord, Update
 

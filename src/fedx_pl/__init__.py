@@ -1,8 +1,9 @@
 """Federated self-supervised learning on PyTorch Lightning, with FedX for any method."""
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedx_pl.parts import importing
 
 # Torch's threads spin while they wait for each other. With this they soon give up and sleep, which is as fast on idle
 # cores and faster where other programs want them (docs/speed.md). GNU OpenMP reads it once, when torch is imported.
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
     from fedx_pl.backbones import resnet10, resnet18
     from fedx_pl.callbacks.base import RoundCallback
     from fedx_pl.callbacks.early_stopping import EarlyStopping
-    from fedx_pl.callbacks.health import HealthOptions
-    from fedx_pl.data.augment import AugmentOptions
+    from fedx_pl.callbacks.options import HealthOptions
     from fedx_pl.data.module import FederatedDataModule
+    from fedx_pl.data.options import AugmentOptions
     from fedx_pl.data.partition import IID, ClassesPerClient, Dirichlet, Partition, QuantitySkew
     from fedx_pl.encoder.load import Encoder
     from fedx_pl.engines import Engine, EngineOptions
     from fedx_pl.evaluation import Evaluation
-    from fedx_pl.evaluation.evaluate import EvaluationOptions
-    from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
-    from fedx_pl.federation.privacy import PrivacyOptions
+    from fedx_pl.evaluation.options import EvaluationOptions
+    from fedx_pl.federation.aggregate import Aggregator
+    from fedx_pl.federation.options import AggregateOptions, PrivacyOptions
     from fedx_pl.federation.regularizers import FedProx, Regularizer, Scaffold
     from fedx_pl.federation.round import RoundRecord, Update
     from fedx_pl.methods import (
@@ -64,19 +65,16 @@ _HOMES = {
     ),
     "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),
     "fedx_pl.callbacks.early_stopping": ("EarlyStopping",),
-    "fedx_pl.callbacks.health": ("HealthOptions",),
-    "fedx_pl.data.augment": ("AugmentOptions",),
+    "fedx_pl.callbacks.options": ("HealthOptions",),
+    "fedx_pl.data.options": ("AugmentOptions",),
     "fedx_pl.engines": (
         "Engine",
         "EngineOptions",
     ),
     "fedx_pl.evaluation": ("Evaluation",),
-    "fedx_pl.evaluation.evaluate": ("EvaluationOptions",),
-    "fedx_pl.federation.aggregate": (
-        "AggregateOptions",
-        "Aggregator",
-    ),
-    "fedx_pl.federation.privacy": ("PrivacyOptions",),
+    "fedx_pl.evaluation.options": ("EvaluationOptions",),
+    "fedx_pl.federation.aggregate": ("Aggregator",),
+    "fedx_pl.federation.options": ("AggregateOptions", "PrivacyOptions"),
     "fedx_pl.federation.regularizers": (
         "FedProx",
         "Regularizer",
@@ -91,12 +89,8 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """A public name is imported when it is asked for: torch takes seconds, and ``fedx-pl --help`` needs none of it."""
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module 'fedx_pl' has no attribute {name!r}")
+# Torch takes seconds to import, and ``fedx-pl --help`` needs none of it.
+__getattr__ = importing(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

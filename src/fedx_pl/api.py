@@ -29,7 +29,7 @@ from fedx_pl.config.registry import bring
 from fedx_pl.data.images import Arrays, ImageData
 from fedx_pl.data.sources import of_arrays, pairs
 from fedx_pl.errors import UserError
-from fedx_pl.federation.identity import flat
+from fedx_pl.federation.content import flat
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.printing import setting
 from fedx_pl.trainer import FederatedTrainer

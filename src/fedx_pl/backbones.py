@@ -1,61 +1,43 @@
-"""Encoders: ResNets with a stem for small or for large images, at any width."""
+"""Encoders: ResNets of any width, with a stem for small or for large images."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedx_pl.errors import UserError, first_line, nearest
-from fedx_pl.options import OptionError, Options, option
+from fedx_pl.backbone_options import BackboneOptions, require_possible
+from fedx_pl.errors import UserError, first_line
 
-# Blocks per stage. resnet10 is no torchvision model: one block per stage, for CPUs.
+# Blocks per stage. resnet10 is not a torchvision model: it has one block per stage, for CPUs.
 _STAGES: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
     "resnet10": (BasicBlock, [1, 1, 1, 1]),
     "resnet18": (BasicBlock, [2, 2, 2, 2]),
     "resnet34": (BasicBlock, [3, 4, 6, 3]),
     "resnet50": (Bottleneck, [3, 4, 6, 3]),
 }
-_LARGE = 96  # From this side on the stem that shrinks the image four-fold pays.
-
-
-@dataclass(frozen=True)
-class BackboneOptions(Options):
-    """Which encoder is trained."""
-
-    name: str = option("resnet18", "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet")
-    width: int = option(
-        64,
-        "channels of the first stage; 64 is the full network, 16 a thin one",
-        at_least=1,
-        at_most=2**16,
-    )
-    stem: str = option(
-        "auto",
-        "cifar (3x3) | half (3x3, stride 2: 4 x faster) | imagenet (7x7, pooled) | "
-        "auto by image size",
-        choices=("auto", "cifar", "half", "imagenet"),
-    )
+_LARGE = 96  # Side from which the stem that shrinks images four-fold pays.
 
 
 def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Module:
-    """Makes an encoder that maps (n, channels, h, w) to (n, ``feature_dim``); its names match torchvision's ResNet.
+    """Makes an encoder that maps (n, channels, h, w) to (n, ``feature_dim``).
+
+    The names of its parameters match those of torchvision's ResNet.
 
     Args:
         options: name, width and stem.
-        channels: 1 for greyscale, 3 for colour.
+        channels: 1 for grayscale, 3 for color.
         image_size: side of the images, which decides an ``auto`` stem.
     """
     require_possible(options)
     stages = _STAGES.get(options.name)
     net = _resnet(*stages, options.width) if stages else _torchvision_resnet(options.name)
-    stem = (
-        options.stem if options.stem != "auto" else "cifar" if image_size < _LARGE else "imagenet"
-    )
+    stem = options.stem
+    if stem == "auto":
+        stem = "cifar" if image_size < _LARGE else "imagenet"
     kernel, stride = {"cifar": (3, 1), "half": (3, 2), "imagenet": (7, 2)}[stem]
     net.conv1 = nn.Conv2d(
         channels, net.conv1.out_channels, kernel, stride, padding=kernel // 2, bias=False
@@ -69,53 +51,31 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     return net
 
 
-def require_possible(options: BackboneOptions) -> None:
-    """Raises an `OptionError` if there is no such encoder; fast enough to come before anything else."""
-    if options.name in _STAGES:
-        return
-    if options.name not in BACKBONES:
-        guess = nearest(options.name, BACKBONES)
-        likely = f"{{name}}={guess}, or " if guess else ""
-        advice = f"{likely}one of {', '.join(BACKBONES)}"
-        raise OptionError("name", options.name, "is not known", advice, BackboneOptions)
-    if options.width != 64:
-        problem = f"works with {', '.join(_STAGES)} only, not with {options.name}"
-        raise OptionError("width", options.width, problem, "{width}=64", BackboneOptions)
-
-
-_RESNETS = [
-    name for name in torchvision.models.list_models(module=torchvision.models) if "resne" in name
-]
-BACKBONES: dict[str, Callable[..., nn.Module]] = dict.fromkeys([*_STAGES, *_RESNETS], build)
-
-
 def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int = 32) -> nn.Module:
-    """A network of one's own as a backbone: ``feature_dim`` is found by a forward pass if it does not tell.
+    """A user's network as a backbone; a forward pass finds ``feature_dim`` if it has none.
 
     Args:
         network: maps (n, channels, h, w) to (n, d).
-        channels: of an image; 0: as many as the first convolution takes, or 3.
+        channels: channels of an image; 0: as many as the first convolution takes, or 3.
         image_size: side of an image.
 
     Raises:
-        UserError: it is no network, the forward pass fails, or it maps images to something else.
+        UserError: it is not a network, the forward pass fails, or its output has another shape.
     """
     if not isinstance(network, nn.Module):
         name = getattr(network, "__name__", repr(network))
         raise UserError(f"the backbone is {name}, not a torch module; write e.g. resnet18()")
     if hasattr(network, "feature_dim"):
         return network
-    name, shape = (
-        type(network).__name__,
-        (2, channels or first_channels(network) or 3, image_size, image_size),
-    )
+    name = type(network).__name__
+    shape = (2, channels or first_channels(network) or 3, image_size, image_size)
     try:
         features = passed(network, torch.zeros(shape))
-    except Exception as error:  # Whatever a stranger's network raises.
+    except Exception as error:  # Whatever a user's network raises.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
-            f"the backbone {name} has no feature_dim, and a forward pass of images {shape} fails ({reason}); set "
-            f"backbone.feature_dim to the number of its features"
+            f"the backbone {name} has no feature_dim, and a forward pass of images {shape} fails "
+            f"({reason}); set backbone.feature_dim to the number of its features"
         ) from error
     if not isinstance(features, torch.Tensor) or features.dim() != 2:
         given = (
@@ -124,8 +84,8 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
             else f"a {type(features).__name__}"
         )
         raise UserError(
-            f"the backbone {name} maps images to {given}; it must be (n, d), e.g. with a global pooling and without "
-            f"the classifier"
+            f"the backbone {name} maps images to {given}; it must be (n, d), e.g. with a global "
+            f"pooling and without the classifier"
         )
     network.feature_dim = features.shape[1]  # type: ignore[assignment]
     return network
@@ -138,7 +98,7 @@ def first_channels(network: nn.Module) -> int | None:
 
 
 def passed(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """What a network makes of (n, C, h, w) in eval mode; it stays as it is."""
+    """The output of a network for (n, C, h, w) in eval mode; the network is not changed."""
     training = {module: module.training for module in network.modules()}
     place = next((parameter.device for parameter in network.parameters()), images.device)
     try:
@@ -159,23 +119,24 @@ def resnet18(width: int = 64, *, stem: str = "cifar", channels: int = 3) -> nn.M
 
     Args:
         width: channels of the first stage; 64 is the full network, 16 a thin one.
-        stem: ``cifar`` (3x3) for small images, ``half`` (3x3, stride 2), or ``imagenet`` (7x7, pooled) for large ones.
+        stem: ``cifar`` (3x3) for small images, ``half`` (3x3, stride 2), or ``imagenet`` (7x7,
+            pooled) for large ones.
         channels: 1 for grayscale, 3 for color.
     """
     return build(BackboneOptions("resnet18", width, stem), channels=channels, image_size=32)
 
 
 def eager(network: nn.Module) -> AbstractContextManager[None]:
-    """Within it, a network that `torch.compile` made ready for training runs uncompiled.
+    """A context in which a network that was compiled for training runs uncompiled.
 
-    Eval mode and other batch sizes would be compiled anew, which takes longer than it saves.
+    Eval mode and other batch sizes would be compiled again, which takes longer than it saves.
     """
     compiled = any(module._compiled_call_impl is not None for module in network.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], stages: list[int], width: int) -> ResNet:
-    """torchvision's ResNet with ``width`` instead of 64 channels in the first stage."""
+    """A ResNet of torchvision with ``width`` instead of 64 channels in the first stage."""
     net = ResNet(block, stages)
     if width == 64:
         return net
@@ -196,11 +157,12 @@ def _resnet(block: type[BasicBlock | Bottleneck], stages: list[int], width: int)
 
 
 def _safe_for_few_channels(downsample: nn.Sequential) -> nn.Sequential:
-    """The same function of its input, under the same names, without a strided 1x1 convolution of few channels.
+    """The same function, under the same names, without a strided 1x1 convolution of few channels.
 
-    torch 2.15's CPU kernel for the backward pass of one writes past its buffer if it has fewer channels than a vector
-    register has floats, 8 with AVX2 and 16 with AVX-512. The pixels that it would skip are left out before it. glibc's
-    heap checker then found nothing: widths 1, 4, 7, 8, 15 at 56 and 64 pixels, 4 and 8 at 96, 128 and 224.
+    torch 2.15's CPU kernel for the backward pass of such a convolution writes past its buffer if
+    it has fewer channels than a vector register has floats, 8 with AVX2 and 16 with AVX-512. The
+    pixels that it would skip are left out before it. glibc's heap checker then found nothing:
+    widths 1, 4, 7, 8, 15 at 56 and 64 pixels, 4 and 8 at 96, 128 and 224.
     """
     convolution, norm = downsample
     assert isinstance(convolution, nn.Conv2d)

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this", and how texts reach people."""
+"""The exception for mistakes of the user, and how messages are made and printed."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-Report = Callable[[str], None]  # takes a line for people
+Report = Callable[[str], None]  # prints a line
 Options = TypeVar("Options")
 
-# Control characters, marks that turn the direction of writing, and bytes that are no UTF-8 (surrogates).
+# Control characters, marks of the direction of writing, and bytes that are not UTF-8 (surrogates).
 _UNREADABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -26,9 +26,10 @@ MAX_MESSAGE = 2000
 
 
 class UserError(Exception):
-    """A mistake in the input: shown as one line, exit code 2, no traceback unless ``--debug``.
+    """A mistake in the input, which the user can correct.
 
-    The message names the key, the value and what to type instead.
+    The message names the key or argument, its value and what to write instead. A command prints it
+    as one line, without a traceback unless ``--debug`` was typed, and exits with code 2.
     """
 
 
@@ -51,15 +52,15 @@ def first_line(error: BaseException) -> str:
 
 
 def short(value: object) -> str:
-    """A value as text that fits into a message."""
+    """A value as text, cut to what fits into a message."""
     text = str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def printable(message: str) -> str:
-    """A message without what a terminal would obey: a file's name may hold anything.
+    """A message without control characters, which the name of a file may hold.
 
-    Of a long one the middle is left out: its end says what to type.
+    A long message loses its middle, since its end says what to type.
     """
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
@@ -67,9 +68,10 @@ def printable(message: str) -> str:
 
 
 def has_controls(text: str) -> bool:
-    """Whether a text holds what a terminal would obey, what ends a line or a path, or what no file can be named.
+    """Whether a text holds control characters, or surrogates that do not stand for a byte.
 
-    Bytes that are not UTF-8, which file names may hold, are none of these: Python has surrogates for them.
+    Bytes that are not UTF-8, which file names may hold, are allowed: Python has surrogates for
+    them.
     """
     categories = {letter: unicodedata.category(letter) for letter in set(text)}
     lone = [
@@ -81,15 +83,15 @@ def has_controls(text: str) -> bool:
 
 
 def options_of(name: str, value: Any, kind: type[Options]) -> Options:
-    """The value of an argument that is an options object; None stands for the usual one.
+    """The value of an argument that takes options; None stands for the defaults.
 
     Args:
-        name: of the argument.
-        value: that was given.
+        name: name of the argument.
+        value: the value that was given.
         kind: the class of the options.
 
     Raises:
-        UserError: it is something else.
+        UserError: the value is something else.
     """
     if value is None:
         return kind()
@@ -119,17 +121,20 @@ def in_arguments(wanted: bool = True) -> Iterator[None]:
 
 
 def wrong_type(key: str, value: object, usual: object) -> str:
-    """What is wrong with a value that cannot be converted to its key's type, and what to type.
+    """The message for a value that cannot be converted to the type of its key.
 
     Args:
-        key: as typed on the command line.
-        value: that was given.
+        key: the key, as typed on the command line.
+        value: the value that was given.
         usual: a value of the right type; a dictionary for a group of keys.
     """
     value = short(value)
     if isinstance(usual, dict):
         first, example = next(iter(usual.items()))
-        return f"{key} is a group of keys and has no value of its own; type e.g. {key}.{first}={example}"
+        return (
+            f"{key} is a group of keys and has no value of its own; "
+            f"type e.g. {key}.{first}={example}"
+        )
     if isinstance(usual, bool):
         return f"{key}={value} is neither true nor false; type {key}=true or {key}=false"
     if isinstance(usual, list):
@@ -147,29 +152,31 @@ def wrong_type(key: str, value: object, usual: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, or an empty string: a wrong guess is worse than none.
+    """The known word that was probably meant; empty if none is near enough.
 
-    A right last part in the wrong group counts as near: ``rounds`` is ``federation.rounds``.
+    The right last part in the wrong group counts as near: ``rounds`` is ``federation.rounds``.
     """
     if len(word) > MAX_SHOWN:
-        return ""  # No slip of a word, and comparing takes the square of its length.
+        return ""  # Not a typo, and comparing takes the square of its length.
     words, leaf = list(known), word.split(".")[-1]
     if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
         return same_leaf[0]
-    whole = "." in word  # Else the groups of the candidates would only make them less like it.
+    whole = "." in word  # Otherwise the groups of the candidates do not count.
     scores = {
-        one: _likeness(word.lower(), (one if whole else one.split(".")[-1]).lower())
-        for one in words
+        candidate: _likeness(
+            word.lower(), (candidate if whole else candidate.split(".")[-1]).lower()
+        )
+        for candidate in words
     }
     best = max(words, key=scores.__getitem__, default="")
     return best if best and scores[best] else ""
 
 
 def _likeness(word: str, candidate: str) -> float:
-    """How alike two words are, from 0 to 1; 0 if one is hardly a slip of the other.
+    """The similarity of two words, from 0 to 1; 0 if one is hardly a typo of the other.
 
-    People seldom miss the first letter. One letter of three or four makes another word (gpu, cpu), and long words
-    share many letters by chance.
+    People seldom miss the first letter. One letter of three or four makes another word (gpu, cpu),
+    and long words share many letters by chance.
     """
     ratio = SequenceMatcher(None, word, candidate).ratio()
     cut_short = len(word) > 2 and candidate.startswith(word)  # eval for evaluate
@@ -189,17 +196,17 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def known_names(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to type instead of ``word``: the name that is near if there is one, and all names."""
+    """The end of a message about an unknown word: the nearest name, and all names."""
     names = list(known)
     guess = did_you_mean(word, names, prefix)
     return f"{guess} Known: {', '.join(names)}" if guess else f"; type one of {', '.join(names)}"
 
 
 def install_hint(extra: str) -> str:
-    """The command that adds an extra to the environment that is running.
+    """The command that installs an extra into the running environment.
 
-    It works wherever the package came from: a checkout is named by its folder, and for a wheel the requirements of
-    the extra are named themselves, since no index need know the package.
+    It works wherever the package came from. A checkout is named by its folder. For a wheel the
+    command lists the requirements of the extra, since no index need know the package.
     """
     pip = f"{shlex.quote(sys.executable)} -m pip install"
     if (checkout := _checkout()) is not None:
@@ -208,12 +215,12 @@ def install_hint(extra: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder of an editable install."""
+    """The folder of an editable install; None for a wheel."""
     from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
 
     try:
         text = distribution("fedx-pl").read_text("direct_url.json")
-    except PackageNotFoundError:  # Nothing is installed, and the source is on the path.
+    except PackageNotFoundError:  # Not installed: the source is on the path.
         folder = Path(__file__).parents[2]
     else:
         origin = json.loads(text or "{}")
@@ -224,7 +231,7 @@ def _checkout() -> Path | None:
 
 
 def _requirements(extra: str) -> list[str]:
-    """What an extra adds, as in the metadata of the installed package."""
+    """The requirements of an extra, from the metadata of the installed package."""
     from importlib.metadata import PackageNotFoundError, distribution  # Here: it loads slowly.
 
     try:
@@ -240,14 +247,15 @@ def _requirements(extra: str) -> list[str]:
     return found or [f"fedx-pl[{extra}]"]
 
 
-# --- texts from outside: names are made readable where they enter, lines harmless where they reach a terminal -------
+# --- untrusted texts: made readable where they enter, and harmless where they are printed ---------
 
 
 def readable(name: str | Path) -> str:
-    r"""A name of a file or folder as text that every format can hold.
+    r"""The name of a file or folder as text that every format can hold.
 
-    Names on a disk are bytes. What is no text becomes ``\xe9``, a control character ``\x1b``. Different names stay
-    different: a name that is spelled like that has its backslashes doubled.
+    Names on a disk are bytes. A byte that is not text becomes ``\xe9``, a control character
+    ``\x1b``. Different names stay different: a name that contains such an escape has its
+    backslashes doubled.
     """
     text = str(name)
     if not _UNREADABLE.search(text) and not _ESCAPED.search(text):
@@ -256,14 +264,14 @@ def readable(name: str | Path) -> str:
 
 
 def for_terminal(text: object) -> str:
-    """Text that a terminal shows and does not obey; its lines stay lines."""
+    """Text without control characters; line breaks and tabs stay."""
     return _UNREADABLE.sub(
         lambda found: found[0] if found[0] in "\n\t" else _escape(found), str(text)
     )
 
 
 def say(text: object) -> None:
-    """Prints a line that may hold names from outside."""
+    """Prints a line that may hold untrusted names."""
     print(for_terminal(text))
 
 

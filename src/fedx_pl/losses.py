@@ -1,8 +1,9 @@
-"""The formulas, as pure functions of embeddings.
+"""All losses, as pure functions of embeddings.
 
-Shapes: ``n`` images in the batch, ``r`` images in the relation batch, ``d`` embedding dimensions. Embeddings need not
-be normalised: every similarity here is the cosine. All functions compute in float32 (or wider) even inside autocast,
-because a softmax over similarities divided by a small ``tau`` loses most of its digits in half precision.
+Shapes: ``n`` images in the batch, ``r`` images in the relation batch, ``d`` embedding dimensions.
+Embeddings need not be normalized: every similarity here is the cosine. All functions compute in
+float32 (or wider) even inside autocast, because a softmax over similarities divided by a small
+``tau`` loses most of its digits in half precision.
 """
 
 import math
@@ -24,7 +25,8 @@ def _full_precision(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def wide(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         with torch.autocast(tensors[0].device.type, enabled=False):
-            return loss(*map(_widen, args), **{name: _widen(a) for name, a in kwargs.items()})  # type: ignore[arg-type]
+            wider = {name: _widen(value) for name, value in kwargs.items()}
+            return loss(*map(_widen, args), **wider)  # type: ignore[arg-type]
 
     return wide
 
@@ -65,10 +67,10 @@ def relational(
         z2: (n, d) embeddings of the second views.
         anchors: (r, d) embeddings of the relation batch ``B_r``.
         tau: temperature.
-        divergence: ``jsd`` is Eq. 5, 1/2 [KL(p|m) + KL(q|m)]; ``authors`` is what the released code computes,
-            1/2 [KL(m|p) + KL(m|q)].
+        divergence: ``jsd`` is Eq. 5, 1/2 [KL(p|m) + KL(q|m)]; ``authors`` is what the released code
+            computes, 1/2 [KL(m|p) + KL(m|q)].
     """
-    # Both views in one matrix: half as many operations, and on a CPU each costs more than its arithmetic.
+    # One matrix for both views halves the operations; on a CPU each costs more than its arithmetic.
     anchors = F.normalize(anchors, dim=1) / tau
     log_pq = F.log_softmax(F.normalize(torch.cat([z1, z2]), dim=1) @ anchors.T, dim=1).view(
         2, len(z1), len(anchors)
@@ -87,8 +89,8 @@ def relational(
 def global_contrast(z_local: Tensor, z_global: Tensor, tau: float) -> Tensor:
     """The global contrastive loss exactly as Eq. 7 prints it, mean over the batch.
 
-    Each local embedding is an anchor once, and the positive is not in the denominator. The default of ``FedXMixin`` is
-    the symmetric ``nt_xent`` of the released code instead.
+    Each local embedding is an anchor once, and the positive is not in the denominator. The default
+    of ``FedXMixin`` is the symmetric ``nt_xent`` of the released code instead.
 
     Args:
         z_local: (n, d) ``h(f(x))``.
@@ -117,11 +119,7 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, tau: float) -> Tensor:
         queue: (k, d) negatives.
         tau: temperature.
     """
-    query, key, queue = (
-        F.normalize(query, dim=1),
-        F.normalize(key, dim=1),
-        F.normalize(queue, dim=1),
-    )
+    query, key, queue = (F.normalize(z, dim=1) for z in (query, key, queue))
     positive = (query * key).sum(dim=1, keepdim=True)
     logits = torch.cat([positive, query @ queue.T], dim=1) / tau
     return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long, device=query.device))
@@ -129,30 +127,40 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, tau: float) -> Tensor:
 
 @_full_precision
 def alignment(z: Tensor, target: Tensor) -> Tensor:
-    """Squared distance of unit vectors, ``2 - 2 cos`` (BYOL's Eq. 3), mean over the batch. Both (n, d)."""
+    """Squared distance of unit vectors, ``2 - 2 cos`` (BYOL's Eq. 3), mean over the batch.
+
+    Args:
+        z: (n, d) embeddings.
+        target: (n, d) what they should be.
+    """
     return (2 - 2 * F.cosine_similarity(z, target, dim=1)).mean()
 
 
 @_full_precision
 def model_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -> Tensor:
-    """MOON's loss: is ``z`` the global model's or the previous local one's? Mean over the batch. All (n, d).
+    """MOON's loss: is ``z`` the global model's or the previous local one's? Mean over the batch.
 
-    ``-log(e^g / (e^g + e^p))`` with g and p the similarities over ``tau``, which is softplus(p - g).
+    ``-log(e^g / (e^g + e^p))`` with g and p the similarities over ``tau``, i.e.
+    softplus(p - g).
+
+    Args:
+        z: (n, d) embeddings of the local model.
+        z_global: (n, d) embeddings of the global model.
+        z_previous: (n, d) embeddings of the previous local model.
+        tau: temperature.
     """
-    to_global, to_previous = (
-        F.cosine_similarity(z, z_global, dim=1),
-        F.cosine_similarity(z, z_previous, dim=1),
-    )
+    to_global = F.cosine_similarity(z, z_global, dim=1)
+    to_previous = F.cosine_similarity(z, z_previous, dim=1)
     return F.softplus((to_previous - to_global) / tau).mean()
 
 
 @_full_precision
 def proto_nce(query: Tensor, prototypes: Tensor, cluster: Tensor, concentration: Tensor) -> Tensor:
-    """PCL's prototype term for one clustering: which cluster does each image belong to.
+    """PCL's prototype term for one clustering: which cluster does each image belong to?
 
     Args:
         query: (n, d) embeddings.
-        prototypes: (k, d) cluster centres.
+        prototypes: (k, d) cluster centers.
         cluster: (n,) index of each image's cluster.
         concentration: (k,) phi of each cluster: its own temperature.
     """

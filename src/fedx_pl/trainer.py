@@ -33,13 +33,14 @@ from fedx_pl.engines import Engine, EngineOptions
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
-from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
+from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer

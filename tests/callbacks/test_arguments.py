@@ -35,7 +35,7 @@ from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation.embedding import Geometry
 from fedx_pl.evaluation.evaluate import EvaluationOptions
-from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import Median
@@ -166,7 +166,7 @@ def test_words_stand_for_objects_with_their_usual_settings() -> None:
         ((data(), model()), r"given the images first; write fit\(model, data\)"),
         (((IMAGES, LABELS), model()), r"given the images first; write fit\(model, data\)"),
         ((SimCLR, data()), r"given the class SimCLR; write fit\(SimCLR\(resnet18\(\)\), data\)"),
-        ((resnet10(width=4), data()), r"given a ResNet, which is no SSLMethod; write e\.g\. fit\(SimCLR\(net"),
+        ((resnet10(width=4), data()), r"given a ResNet, which is not an SSLMethod; write e\.g\. fit\(SimCLR\(net"),
         ((SSLMethod(resnet10(width=4)), data()), r"SSLMethod has no loss of its own; write def loss\(self, batch, z\)"),
         ((model(), FederatedDataModule), r"given FederatedDataModule as images"),
         ((model(), DataLoader(TensorDataset(PIXELS))), r"given DataLoader as images; write fit\(model, FederatedData"),

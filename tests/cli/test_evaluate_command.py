@@ -17,7 +17,7 @@ from fedx_pl.cli.evaluate import evaluate_run
 from fedx_pl.config.compose import compose, load
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import embedding
-from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.evaluation.options import PRESETS
 from fedx_pl.federation.checkpoint import Checkpoints, RunState
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import RoundContext

@@ -14,7 +14,7 @@ from fedx_pl.evaluation import evaluate
 from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
 from fedx_pl.evaluation.features import extract
 from fedx_pl.evaluation.geometry import health
-from fedx_pl.evaluation.linear import LinearOptions
+from fedx_pl.evaluation.options import LinearOptions
 from fedx_pl.methods import SimCLR
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import linear
-from fedx_pl.evaluation.linear import PRESETS, LinearOptions, fit, linear_probe
+from fedx_pl.evaluation.linear import fit, linear_probe
+from fedx_pl.evaluation.options import PRESETS, LinearOptions
 from fedx_pl.evaluation.scores import score
 
 

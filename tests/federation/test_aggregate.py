@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedx_pl.federation.aggregate import AggregateOptions, BadUpdate, FedAvg, counted
+from fedx_pl.federation.aggregate import BadUpdate, FedAvg, counted
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState
 

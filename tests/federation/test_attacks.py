@@ -22,7 +22,7 @@ from fedx_pl.config.compose import compose
 from fedx_pl.engines import Lost
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.errors import UserError
-from fedx_pl.federation.aggregate import AggregateOptions
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundContext, Update
 from fedx_pl.methods.base import State

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fedx_pl.config.compose import compose
 from fedx_pl.errors import UserError
 from fedx_pl.federation import robust
-from fedx_pl.federation.aggregate import AggregateOptions, Aggregator, BadUpdate, FedAvg
+from fedx_pl.federation.aggregate import Aggregator, BadUpdate, FedAvg
+from fedx_pl.federation.options import AggregateOptions
 from fedx_pl.federation.robust import MEDIAN, MultiKrum, NormClipping, TrimmedMean, make_rule
 from fedx_pl.federation.round import GlobalState
 

@@ -1,4 +1,4 @@
-"""What `FederatedTrainer` was given: made what `pl.Trainer` would make of it, or refused by name."""
+"""Checks the arguments of `FederatedTrainer`, and converts them as `pl.Trainer` would."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fedx_pl.errors import UserError, first_line, known_names, options_of
 from fedx_pl.evaluation import Evaluation
 from fedx_pl.evaluation.evaluate import EvaluationOptions
 from fedx_pl.federation import privacy
-from fedx_pl.federation.aggregate import AggregateOptions, Aggregator
+from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.device import device_of, resolve_precision
+from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions
 from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer, require_fitting_optimizer
-from fedx_pl.federation.robust import RULES
+from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import PRECISIONS
 from fedx_pl.options import OptionError, check, whole_number
@@ -38,16 +38,22 @@ if TYPE_CHECKING:
     from fedx_pl.trainer import FederatedTrainer
 
 _LEAST = {
-    "max_rounds": 1, "local_epochs": 1, "min_clients": 1, "keep": 1, "threads": 0, "client_curves": 0, "seed": 0,
-}  # fmt: skip
+    "max_rounds": 1,
+    "local_epochs": 1,
+    "min_clients": 1,
+    "keep": 1,
+    "threads": 0,
+    "client_curves": 0,
+    "seed": 0,
+}
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # as of `pl.Trainer`
 
 
 def settle(trainer: FederatedTrainer) -> None:
-    """Checks all arguments of a new trainer, and gives each the type that it has from now on.
+    """Checks all arguments of a new trainer, and converts each to its type.
 
     Raises:
-        UserError: one is not possible; it names the argument, its value and what to write instead.
+        UserError: an argument is not possible.
     """
     for name, least in _LEAST.items():
         setattr(trainer, name, whole_number(name, getattr(trainer, name), at_least=least))
@@ -66,8 +72,9 @@ def settle(trainer: FederatedTrainer) -> None:
     for callback in trainer.client_callbacks:
         if isinstance(callback, Checkpoint | LearningRateMonitor | DeviceStatsMonitor):
             raise UserError(
-                f"client_callbacks={_shown(callback)} needs a logger or checkpoints of the client's own trainer, which "
-                f"has none: the run folder keeps checkpoints, and every row has the learning rate; leave it out"
+                f"client_callbacks={_shown(callback)} needs a logger or checkpoints of the "
+                f"client's own trainer, which has none: the run folder keeps checkpoints, "
+                f"and every row has the learning rate; leave it out"
             )
     trainer.aggregate = _options("aggregate", trainer.aggregate, AggregateOptions, RULES, "rule")
     trainer.aggregate.require_possible(trainer.min_clients)
@@ -87,17 +94,19 @@ def matched(trainer: FederatedTrainer, model: Any, data: Any) -> FederatedDataMo
     """The images that `fit` was given, as a data module.
 
     Raises:
-        UserError: the model is no method, or the images are none; it says what to write.
+        UserError: the model is not a method, or the data are not images.
     """
     if isinstance(data, nn.Module) and not isinstance(model, nn.Module):
         raise UserError("fit was given the images first; write fit(model, data)")
     if isinstance(model, type):
         raise UserError(
-            f"fit was given the class {model.__name__}; write fit({model.__name__}(resnet18()), data)"
+            f"fit was given the class {model.__name__}; "
+            f"write fit({model.__name__}(resnet18()), data)"
         )
     if not isinstance(model, SSLMethod):
         raise UserError(
-            f"fit was given a {type(model).__name__}, which is no SSLMethod; write e.g. fit(SimCLR(network), data)"
+            f"fit was given a {type(model).__name__}, which is not an SSLMethod; "
+            f"write e.g. fit(SimCLR(network), data)"
         )
     if type(model).loss is SSLMethod.loss:
         raise UserError(
@@ -114,7 +123,7 @@ def matched(trainer: FederatedTrainer, model: Any, data: Any) -> FederatedDataMo
 
 
 def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None:
-    """Passes a blank image through the backbone, unless it is one of ours and takes as many channels.
+    """Passes a blank image through the backbone, unless it is one of ours and its channels fit.
 
     Raises:
         UserError: it cannot take the images, or gives something else than ``feature_dim`` features.
@@ -128,7 +137,7 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
     )
     try:
         features = backbones.passed(network, blank)
-    except Exception as error:  # Whatever a stranger's network raises.
+    except Exception as error:  # Whatever a user's network raises.
         reason = f"{type(error).__name__}: {first_line(error)}"
         instead = "a backbone for images of this size"
         if taken not in (channels, None):
@@ -143,8 +152,9 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
         ) from error
     if features.shape != (2, model.feature_dim):
         raise UserError(
-            f"the backbone {type(network).__name__} gives features of shape {tuple(features.shape[1:])} for these "
-            f"images, and its feature_dim is {model.feature_dim}; set backbone.feature_dim before the method is made"
+            f"the backbone {type(network).__name__} gives features of shape "
+            f"{tuple(features.shape[1:])} for these images, and its feature_dim is "
+            f"{model.feature_dim}; set backbone.feature_dim before the method is made"
         )
 
 
@@ -169,7 +179,7 @@ def _share(sampled: Any) -> int | float:
 
 
 def _listed(name: str, value: Any, kind: Any) -> list[Any]:
-    """A list of objects, from one, several or none."""
+    """A list of objects, made from one, several or none."""
     several = isinstance(value, Iterable) and not isinstance(value, str | kind)
     items = [] if value is None else list(value) if several else [value]
     for item in items:
@@ -180,7 +190,9 @@ def _listed(name: str, value: Any, kind: Any) -> list[Any]:
 
 def _what_instead(name: str, item: Any) -> str:
     homes: list[tuple[str, Any]] = [
-        ("callbacks", RoundCallback), ("client_callbacks", pl.Callback), ("evaluations", Evaluation),
+        ("callbacks", RoundCallback),
+        ("client_callbacks", pl.Callback),
+        ("evaluations", Evaluation),
         ("logger", Logger), ("regularizer", Regularizer),
     ]  # fmt: skip
     if isinstance(item, type) and issubclass(item, dict(homes)[name]):
@@ -190,7 +202,8 @@ def _what_instead(name: str, item: Any) -> str:
         if isinstance(item, kind):
             return f"is of another kind; write {home}=[{type(item).__name__}(...)]"
     example = {
-        "callbacks": "[EarlyStopping()]", "client_callbacks": "[Timer()], of pytorch_lightning.callbacks",
+        "callbacks": "[EarlyStopping()]",
+        "client_callbacks": "[Timer()], of pytorch_lightning.callbacks",
         "evaluations": "[Geometry(EvaluationOptions())], of fedx_pl.evaluation.embedding",
         "logger": 'True for a TensorBoard dashboard, False for none, or CSVLogger("logs")',
     }[name]  # fmt: skip
@@ -202,13 +215,13 @@ def _require_states_apart(callbacks: Iterable[RoundCallback]) -> None:
     for key, count in Counter(one.state_key for one in keeping).items():
         if count > 1:
             raise UserError(
-                f"callbacks={key}: {count} callbacks would keep their states under this one name; define the property "
-                f"state_key so that each has its own"
+                f"callbacks={key}: {count} callbacks would keep their states under this one name; "
+                f"define the property state_key so that each has its own"
             )
 
 
 def _options(name: str, value: Any, kind: type, words: Iterable[str] = (), field: str = "") -> Any:
-    """An options object; None stands for the usual one, a word for one that is otherwise as usual."""
+    """An options object; None stands for the defaults, a word for a value of ``field``."""
     if isinstance(value, str) and field:
         if value not in words:
             raise UserError(f"{name}={value!r} is not known{known_names(value, words)}")
@@ -246,7 +259,7 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
 
 
 def _require_place(trainer: FederatedTrainer) -> None:
-    """Where and how a run is carried out."""
+    """Checks where and how a run is executed."""
     trainer.precision = _SHORT_PRECISIONS.get(str(trainer.precision), trainer.precision)
     check("precision", trainer.precision, choices=PRECISIONS)
     _require_one_device(trainer.devices)
@@ -257,8 +270,8 @@ def _require_place(trainer: FederatedTrainer) -> None:
             Timer(trainer.max_time)
         except (MisconfigurationException, AttributeError, TypeError, ValueError) as error:
             raise UserError(
-                f'max_time={trainer.max_time!r} is not a time; write "00:12:00:00" (days, hours, minutes, seconds), '
-                f'a timedelta or e.g. {{"hours": 12}}'
+                f'max_time={trainer.max_time!r} is not a time; write "00:12:00:00" '
+                f'(days, hours, minutes, seconds), a timedelta or e.g. {{"hours": 12}}'
             ) from error
     folder = trainer.default_root_dir
     if folder is not None and not isinstance(folder, str | Path):

@@ -5,43 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from fedx_pl.callbacks.base import RoundCallback
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.errors import UserError
-from fedx_pl.options import Options, option
 
 if TYPE_CHECKING:
     from fedx_pl.federation.round import RoundRecord, Update
     from fedx_pl.trainer import FederatedTrainer
 
 COLLAPSED = "the encoder has collapsed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthOptions(Options):
-    """When to raise an alarm, and what follows."""
-
-    on_collapse: str = option(
-        "warn",
-        "warn | stop: end the run when the encoder has collapsed (short: on_collapse)",
-        choices=("warn", "stop"),
-    )
-    min_rankme: float = option(
-        2.0, "dimensions that the features of a healthy encoder use at least"
-    )
-    max_uniformity: float = option(
-        -0.05, "of the features; 0 means that all directions are the same", at_least=-(10**9)
-    )
-    max_growth: float = option(
-        2.0,
-        "a client diverges if its loss grows by this factor within a round",
-        above=1,
-        at_most=math.inf,
-    )
 
 
 class Health(RoundCallback):

@@ -30,7 +30,7 @@ from fedx_pl.data.images import ARRAYS, NO_CACHE, RESIZED, ImageData, cache_fold
 from fedx_pl.data.partition import Partition
 from fedx_pl.errors import Report, UserError, say
 from fedx_pl.evaluation.base import Tick
-from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.evaluation.options import PRESETS
 from fedx_pl.federation.identity import PYTHON
 from fedx_pl.federation.run_folder import read_run
 from fedx_pl.files import sealed, write_atomically

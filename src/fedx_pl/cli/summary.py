@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fedx_pl.federation.identity import flat
+from fedx_pl.federation.content import flat
 from fedx_pl.printing import duration, measured
 from fedx_pl.trainer import FederatedTrainer
 

@@ -1,1 +1,1 @@
-"""Words to objects: the schema of all keys, how a configuration is composed, and what is built from it."""
+"""The command line's words: all keys, how they are composed, and the objects made of them."""

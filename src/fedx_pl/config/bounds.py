@@ -1,6 +1,7 @@
 """What no value of a configuration may be, whatever its key.
 
-Objects made in Python are not checked here: whoever writes a program may know better.
+The fields of options have narrower bounds of their own. Objects made in Python are not checked
+here.
 """
 
 import math
@@ -47,12 +48,13 @@ def require_sensible(
 
 
 def require_name(name: str) -> None:
-    """Raises a `UserError` unless a run's name can be part of a file's."""
+    """Raises a `UserError` unless the name of a run can be part of the name of a file."""
     long = len(name.encode(errors="replace")) > MAX_NAME
     if long or any(mark in name for mark in "/\\") or name in (".", ".."):
         what = f"has more than {MAX_NAME} bytes" if long else "is not the name of one folder"
         raise UserError(
-            f"name={name[:MAX_NAME]} {what}; type letters, digits, dots and dashes, e.g. name=my-run"
+            f"name={name[:MAX_NAME]} {what}; type letters, digits, dots and dashes, "
+            f"e.g. name=my-run"
         )
 
 

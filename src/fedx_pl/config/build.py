@@ -1,4 +1,4 @@
-"""From words to objects: exactly those that a Python user would write."""
+"""Makes the objects of a configuration, exactly those that a Python user would write."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ from fedx_pl.data.sources.cache import fingerprint_of
 from fedx_pl.engines import Engine
 from fedx_pl.errors import Report, UserError, say
 from fedx_pl.federation import privacy
+from fedx_pl.federation.content import flat
 from fedx_pl.federation.device import resolve_device
-from fedx_pl.federation.identity import Identity, flat
+from fedx_pl.federation.identity import Identity
 from fedx_pl.federation.regularizers import require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.mixins import MIXINS, wrap
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that could start now: the trainer, with the model and the images attached to it."""
+    """A run that is ready to start: the trainer, with the model and the images attached to it."""
 
     config: Config
     trainer: FederatedTrainer
@@ -63,12 +64,12 @@ class Run:
 
     @in_keys()
     def fit(self) -> FederatedTrainer:
-        """Trains, and returns the trainer, which knows what came of it."""
+        """Trains, and returns the trainer, which holds the results."""
         self.trainer.fit(self.model, self.data)
         return self.trainer
 
     def load(self, global_state: GlobalState) -> SSLMethod:
-        """The model with the weights of a global state."""
+        """Loads the weights of a global state into the model, and returns it."""
         self.model.load_shared(global_state.weights)
         return self.model
 
@@ -87,14 +88,15 @@ def build(
     """Makes everything that a configuration describes, and loads the images.
 
     Args:
-        config: of the run. For arrays of one's own, ``data.*`` of the run's says what they are: ``data.name=arrays``,
-            their side, and a mean of 0.5 and a standard deviation of 0.25 unless other numbers were typed.
-        report: takes one line for each thing worth knowing.
-        images: if they are there already; loaded if not given.
-        partition: how they are dealt out; as the configuration says if not given.
-        callbacks: beside those of the configuration.
-        engine: where clients train; as the configuration says if not given.
-        progress: whether the trainer shows its progress on the terminal by itself.
+        config: the configuration. For given arrays, the run's ``data.*`` describes them:
+            ``data.name=arrays``, their side, and a mean of 0.5 and a standard deviation of 0.25
+            unless other numbers were typed.
+        report: prints a line of information.
+        images: the images; loaded if not given.
+        partition: how images are dealt to clients; that of the configuration if not given.
+        callbacks: more callbacks than those of the configuration.
+        engine: where clients train; that of the configuration if not given.
+        progress: whether the trainer shows a progress bar.
     """
     require_possible(config)
     if images is not None and images.options is None:
@@ -102,7 +104,7 @@ def build(
     data = make_data(config, report, images=images, partition=partition)
     data.setup()
     if images is None and data.loader is not None:
-        config = replace(config, data=data.options)  # What they are like is known only now.
+        config = replace(config, data=data.options)  # Their size is known only now.
     model = make_model(config, channels=data.channels, image_size=data.image_size)
     trainer = make_trainer(config, callbacks=callbacks, engine=engine, progress=progress)
     trainer.attach(model, data)
@@ -111,7 +113,7 @@ def build(
 
 @in_keys()
 def require_possible(config: Config) -> None:
-    """Raises a `UserError` for what would fail later; it comes first, since fetching images takes minutes."""
+    """Raises a `UserError` for what would fail later, before images are fetched for minutes."""
     privacy.require_possible(config.privacy, config.regularizer.made())
     resolve_device(config.run.device)
     if not is_foreign(BACKBONE, config.backbone.name):
@@ -128,13 +130,13 @@ def require_possible(config: Config) -> None:
         return
     try:
         model = make_model(config, channels=3, image_size=32)
-    except Exception:  # What is wrong with it is told when it is made for the real images.
+    except Exception:  # It is reported when the model is made for the real images.
         return
     require_fitting_optimizer(config.regularizer.made(), model)
 
 
 def brought(config: Config) -> list[Any]:
-    """All classes and functions of a configuration that are not ours and decide its result."""
+    """All classes and functions of the user that decide the result of a configuration."""
     deciding = {where: kind for where, kind in WORDS.items() if kind is not ENGINE}
     words = [
         (kind, str(getattr(getattr(config, group), key))) for (group, key), kind in deciding.items()
@@ -153,7 +155,7 @@ def make_data(
     images: ImageData | None = None,
     partition: Partition | None = None,
 ) -> FederatedDataModule:
-    """The images of a configuration, not loaded yet, or those that are there already."""
+    """The data module of a configuration, or of given images; nothing is loaded yet."""
     return FederatedDataModule(
         config.data if images is None else images,
         loader=_loader(config),
@@ -170,18 +172,18 @@ def make_data(
 
 @in_keys()
 def load_images(config: Config, report: Report = print) -> ImageData:
-    """The images of a configuration, dealt to nobody."""
+    """Loads the images of a configuration, without dealing them to clients."""
     return sources.load(config.data, seed=config.seed, report=report, source=_loader(config))
 
 
 def _loader(config: Config) -> sources.Source | None:
-    """The function of the user's own that loads the images; None if the data set is one of ours."""
+    """The user's function that loads the images; None if the data set is built in."""
     return find(DATA, config.data.name) if is_foreign(DATA, config.data.name) else None
 
 
 @in_keys("method")
 def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
-    """The method of a configuration with freshly initialized weights, the same for the same seed."""
+    """The method of a configuration with new weights, the same for the same seed."""
     method: type[SSLMethod] = find(METHOD, config.method.name)
     options: dict[str, Any] = {}
     for name, mixin in MIXINS.items():
@@ -198,16 +200,18 @@ def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
                 model = method(backbone, optim=config.optim, **config.method_options, **options)
             except TypeError as error:
                 raise UserError(
-                    f"method={config.method.name} cannot be made ({error}); its __init__ takes the backbone and passes "
-                    f"other keyword arguments on: def __init__(self, backbone, *, mine=1, **base)"
+                    f"method={config.method.name} cannot be made ({error}); its __init__ takes the "
+                    f"backbone and passes other keyword arguments on: "
+                    f"def __init__(self, backbone, *, mine=1, **base)"
                 ) from error
     return model.to(memory_format=torch.channels_last)
 
 
 def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Module:
-    """The backbone of a configuration: one of ours, or what a function of the user's own returns.
+    """The backbone of a configuration: a built-in one, or what the user's function returns.
 
-    Such a function may ask for ``channels`` and ``image_size``; its other arguments are keys ``backbone.*``.
+    That function may take ``channels`` and ``image_size``; its other arguments are the keys
+    ``backbone.*``.
     """
     options = config.backbone
     if not is_foreign(BACKBONE, options.name):
@@ -222,7 +226,7 @@ def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Modul
 
 
 def make_loggers(config: Config) -> list[Logger | bool]:
-    """Lightning's loggers of a configuration, in the run folder; True stands for our dashboard."""
+    """The Lightning loggers of a configuration; True stands for our dashboard."""
     words = list(dict.fromkeys(config.logger))
     others = [
         make(LOGGER, word, None, save_dir=config.run_folder)
@@ -278,7 +282,7 @@ def make_trainer(
 
 
 def typed_identity(config: Config) -> Identity:
-    """What a run folder says of a run that was typed."""
+    """The identity of a run that was started from the command line."""
     return Identity(
         name=config.name,
         seed=config.seed,
@@ -295,7 +299,7 @@ def typed_identity(config: Config) -> Identity:
 
 
 def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
-    """A configuration that claims no data set for arrays, and the data with a fingerprint of their content."""
+    """The configuration of given arrays, and the arrays with a fingerprint of their content."""
     _, side, _, channels = data.train.images.shape
     usual = (
         compose([f"data={config.data.name}"]).data if config.data.name != ARRAYS else DataOptions()
@@ -307,7 +311,7 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
         mean=list(mean or [0.5] * channels), std=list(std or [0.25] * channels),
     )  # fmt: skip
     name = config.name
-    if name.startswith(f"{config.data.name}-"):  # Not one of the user's own.
+    if name.startswith(f"{config.data.name}-"):  # Not a name that the user chose.
         name = ARRAYS + name.removeprefix(config.data.name)
     data = replace(
         data, name=ARRAYS, fingerprint=fingerprint_of(data.train, data.test), options=options
@@ -316,7 +320,7 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
 
 
 def lacks_gpu(config: Config) -> bool:
-    """Whether the paper's setting is to be trained on CPUs; what a Ray cluster has is not known here."""
+    """Whether the paper's setting would be trained on CPUs; a Ray cluster may have GPUs."""
     elsewhere = config.engine.name == "ray" and bool(config.engine.address)
     return (
         config.profile == "paper"

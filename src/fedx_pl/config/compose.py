@@ -2,62 +2,75 @@
 
     compose(["data=cifar10", "method=byol", "fedx=true", "federation.rounds=20"])
 
-An override is ``group=choice`` or ``key=value``. Choices are applied first, in the order data, recipe, profile,
-whatever their place on the command line; then each ``key=value``. A choice of ``data``, ``recipe`` or ``profile`` is a
-file ``configs/GROUP/CHOICE.yaml`` that overrides the schema's defaults, which are the paper's; ``profile`` is ``auto``
-if nothing is said: ``paper`` with a GPU, ``cpu`` without; ``method`` is a class, whose keyword arguments are the keys
-``method.*``; ``fedx=true`` is short for ``fedx.enabled=true``.
+An override is ``group=choice`` or ``key=value``. Choices are applied first, in the order data,
+recipe, profile, wherever they stand on the command line; then each ``key=value``. A choice of
+``data``, ``recipe`` or ``profile`` is a file ``configs/GROUP/CHOICE.yaml`` that overrides the
+defaults of the schema, which are the paper's. The default ``profile=auto`` is ``paper`` with a GPU
+and ``cpu`` without. ``method`` is a class, whose keyword arguments are the keys ``method.*``.
+``fedx=true`` is short for ``fedx.enabled=true``.
 
-Keys end at the first ``=`` and values are taken as they are (lists as YAML), so that paths may hold any character.
+Keys end at the first ``=``. Values are taken as they are (lists as YAML), so that paths may hold
+any character.
 """
 
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fedx_pl import methods
-from fedx_pl.config.registry import DATA, EVALUATION, METHOD, MIXIN, WORDS, find
+from fedx_pl.config.registry import (
+    DATA,
+    EVALUATION,
+    METHOD,
+    MIXIN,
+    WORDS,
+    find,
+    is_foreign,
+    require_known,
+)
 from fedx_pl.config.renamed import refuse_renamed
 from fedx_pl.config.schema import TENSORBOARD, Config, Parts, frozen, schema_of
 from fedx_pl.data.images import ARRAYS, RESIZED
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, did_you_mean, has_controls, known_names, short, wrong_type
-from fedx_pl.evaluation.linear import PRESETS
+from fedx_pl.evaluation.options import PRESETS
 from fedx_pl.files.reading import parse_yaml, read_yaml
 from fedx_pl.mixins import MIXINS
 
 CONFIGS = Path(__file__).parent / "files"  # a link to configs/, or its copy in an installed package
 
-MAX_KEY, MAX_GROUPS = 100, 5  # letters of a key, and groups within each other
-# Mixins that have a group of keys of their own.
-_GROUPED = {name: mixin for name, mixin in MIXINS.items() if hasattr(Config(), name)}
-# What `fedx-pl federate server` composes first: a site's word is its own, a simulation's clients are ours.
+MAX_KEY = 100  # letters of a key
+MAX_GROUPS = 5  # nested in each other
+_GROUPED = [name for name in MIXINS if hasattr(Config(), name)]  # They have keys of their own.
+# What `fedx-pl federate server` composes first, since real sites are not trusted.
 REAL_SITES = ("aggregate=clip", "aggregate.max_share=0.5")
 GROUPS = ("data", "method", "recipe", "profile")
 FILE_GROUPS = ("data", "recipe", "profile")
 _SHORT = {
-    "resume": "run.resume", "regularizer": "regularizer.name", "engine": "engine.name", "aggregate": "aggregate.rule",
-    "backbone": "backbone.name", "partition": "partition.kind",
+    "resume": "run.resume",
+    "regularizer": "regularizer.name",
+    "engine": "engine.name",
+    "aggregate": "aggregate.rule",
+    "backbone": "backbone.name",
+    "partition": "partition.kind",
     "on_collapse": "health.on_collapse",
     **{name: f"{name}.enabled" for name in _GROUPED},
-}  # fmt: skip
-_LONG = {
-    "method.name": "method",
-    "data.name": "data",
-}  # Choices all the same: they bring other keys with them.
+}
+# These are choices, too, since they bring other keys with them.
+_LONG = {"method.name": "method", "data.name": "data"}
 
 
 def choices(group: str) -> list[str]:
-    """What may be typed after ``group=``."""
+    """The words that may be typed after ``group=``."""
     if group == "method":
         return list(methods.BUILT_IN)
     if group == "data":
@@ -72,7 +85,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         overrides: ``group=choice`` and ``key=value`` strings.
 
     Raises:
-        UserError: an unknown key, choice or method, or a value of the wrong type; it names the nearest valid one.
+        UserError: a key, choice or method is unknown, or a value has the wrong type; the message
+            names the nearest valid one.
     """
     chosen = {"data": "cifar10", "recipe": "paper", "profile": "auto", "method": "simclr"}
     settings: list[tuple[str, str]] = []
@@ -98,12 +112,12 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         else:
             settings.append((_SHORT.get(key, key), value))
     if chosen["profile"] == "auto":
-        chosen["profile"] = "paper" if torch.cuda.is_available() else "cpu"
+        chosen["profile"] = "paper" if has_gpu() else "cpu"
 
     schema = schema_of(_parts(chosen, settings))
     for group in FILE_GROUPS:
         if group == "data":
-            find(DATA, chosen["data"])
+            require_known(DATA, chosen["data"])
             mean, std = STATISTICS.get(chosen["data"], ((), ()))
             known = {"name": chosen["data"], "mean": list(mean), "std": list(std)}
             schema = _merge(schema, {"data": known}, f"data={chosen['data']}")
@@ -111,7 +125,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             schema, _read_choice(group, chosen[group]), f"configs/{group}/{chosen[group]}.yaml"
         )
     schema = _merge(schema, {"profile": chosen["profile"], "recipe": chosen["recipe"]}, "overrides")
-    # A preset first, so that a key of one's own wins wherever it stands.
+    # Presets come first, so that other keys override them wherever they stand.
     for key, value in settings:
         if key == "evaluation.linear.preset" and value in PRESETS:
             schema = _merge(
@@ -119,21 +133,32 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             )
     for key, value in settings:
         schema = _merge(schema, _nested(key, _value(value)), f"{key}={value}")
-    for name, mixin in _GROUPED.items():
-        if issubclass(find(METHOD, chosen["method"]), mixin):
+    for name in _GROUPED if is_foreign(METHOD, chosen["method"]) else ():
+        if issubclass(find(METHOD, chosen["method"]), MIXINS[name]):
             schema[name].enabled = True
     for word in [word for word in schema.mixins if word in _GROUPED]:
         schema[word].enabled = True  # mixins=[fedx] is fedx=true.
         schema.mixins.remove(word)
     if schema.data.name not in RESIZED:
-        schema.data.image_size = 0  # Profiles set it for those that have it.
+        schema.data.image_size = 0  # Profiles set it for data sets that have it.
     if not schema.name:
         schema.name = _default_name(schema)
     return frozen(schema)
 
 
+def has_gpu() -> bool:
+    """Whether torch has a GPU; torch is asked only where the system has a driver of one."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, Windows' own, AMD's
+    if "torch" not in sys.modules and sys.platform == "linux":
+        if not any(Path(driver).exists() for driver in drivers):
+            return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _parts(chosen: Mapping[str, str], settings: Sequence[tuple[str, str]]) -> Parts:
-    """The words among what was typed that decide which keys there are; the last of a key counts."""
+    """The typed words that decide which keys exist; the last one of a key counts."""
     tree: dict[str, Any] = {"method": {"name": chosen["method"]}, "data": {"name": chosen["data"]}}
     for group, key in WORDS:
         typed = [value for name, value in settings if name == f"{group}.{key}"]
@@ -144,22 +169,24 @@ def _parts(chosen: Mapping[str, str], settings: Sequence[tuple[str, str]]) -> Pa
 
 
 def _experiment(name: str) -> tuple[str, str, str]:
-    """``cifar10-byol-fedx``, as of the Makefile's targets: (data, method, whether with FedX)."""
+    """Splits ``cifar10-byol-fedx`` into data, method, and whether FedX is added."""
     data, _, rest = name.partition("-")
     method = rest.removesuffix("-fedx")
     if data not in choices("data") or method not in choices("method"):
         raise UserError(
-            f"experiment={name} is not DATA-METHOD or DATA-METHOD-fedx; type e.g. experiment=cifar10-byol-fedx "
-            f"(data: {', '.join(choices('data'))}; methods: {', '.join(choices('method'))})"
+            f"experiment={name} is not DATA-METHOD or DATA-METHOD-fedx; "
+            f"type e.g. experiment=cifar10-byol-fedx (data: {', '.join(choices('data'))}; "
+            f"methods: {', '.join(choices('method'))})"
         )
     return data, method, str(rest != method).lower()
 
 
 def code_words(tree: Mapping[str, Any]) -> set[str]:
-    """The words of nested keys and values that name code outside this package: ``method=package.module:Class``.
+    """The words among nested keys and values that name code outside this package.
 
-    A class of this package is known to be what its key asks for. A function of this package is not: called as a
-    backbone, it might start a run or end the process.
+    An example is ``method=package.module:Class``. A class of this package is known to be what its
+    key asks for. A function of this package is not: called as a backbone, it might start a run or
+    end the process.
     """
     parts = Parts.of(tree)
     evaluation = tree.get("evaluation")
@@ -179,16 +206,16 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
     """Reads a run folder's ``config.yaml`` back.
 
     Args:
-        path: of the file.
-        trusted: of `code_words`, what may be imported, or ``*`` for anything. A run folder may be somebody else's, and
-            importing a module runs it.
+        path: the file.
+        trusted: which of `code_words` may be imported, or ``*`` for all. A run folder may be
+            somebody else's, and importing a module runs it.
     """
     try:
         tree = read_yaml(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
     if isinstance(tree, dict):
-        # Code that belongs to the command that trained, not to the run.
+        # These belong to the command that trained, not to the run.
         tree["callbacks"], tree["logger"] = [], [TENSORBOARD]
         tree.pop("engine", None)
     foreign = code_words(tree) if isinstance(tree, dict) else set()
@@ -205,7 +232,7 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
 
 
 def former_labels(limit: Any) -> str:
-    """Which labels evaluations used before `evaluation.labels` was a choice, given `data.limit`."""
+    """The labels that evaluations used before the key `evaluation.labels` existed."""
     return "limit" if limit else "all"  # Without a limit both are the same labels.
 
 
@@ -213,8 +240,8 @@ def from_tree(tree: Any, source: str) -> Config:
     """A configuration from nested keys and values.
 
     Args:
-        tree: as of `Config.to_yaml`, or parts of it.
-        source: where it is from, for people.
+        tree: the content of `Config.to_yaml`, or parts of it.
+        source: where it comes from, for messages.
     """
     try:
         tree["method"]["name"]
@@ -226,9 +253,7 @@ def from_tree(tree: Any, source: str) -> Config:
 
 def _read_choice(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
-    if (
-        group == "data" and not path.exists()
-    ):  # Then there is nothing more to say about these images.
+    if group == "data" and not path.exists():  # These images need no other settings.
         return {}
     if choice not in choices(group):
         gpu = group == "profile" and choice in ("gpu", "cuda")
@@ -243,18 +268,18 @@ def _read_choice(group: str, choice: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Lists and mappings are read as YAML; anything else stays text, which the schema converts to its type."""
+    """Reads lists and mappings as YAML; the schema converts all other text to its type."""
     text = _plain(text)
     if not text.startswith(("[", "{")):
         return text
     try:
         return parse_yaml(text, plain=True)
-    except ValueError:  # Also what nests too deep: the schema has no key for it.
+    except ValueError:  # Including what is nested too deeply: the schema has no key for it.
         return text
 
 
 def _plain(value: Any) -> Any:
-    """A dollar sign in a path is no reference to another key, nor to the environment."""
+    """Escapes ``${``, which OmegaConf would take for a reference to another key."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -271,7 +296,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:
     _refuse_references(schema, content)
     try:
-        # Into the schema itself: a copy of it for every override would be most of the time.
+        # Into the schema itself: copying it for every override would take most of the time.
         return typing.cast(DictConfig, OmegaConf.unsafe_merge(schema, content))
     except OmegaConfBaseException as error:
         key = re.sub(r"\[\d+\]$", "", str(error.full_key or "")) or where.partition("=")[0]
@@ -283,9 +308,7 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
             ) from error
         try:
             usual = OmegaConf.select(schema, key)
-        except (
-            OmegaConfBaseException
-        ):  # What was typed before for the same key cannot be read either.
+        except OmegaConfBaseException:  # An earlier value of the same key is wrong, too.
             raise UserError(f"wrong value for {where}") from error
         usual = OmegaConf.to_container(usual) if OmegaConf.is_config(usual) else usual
         if where.startswith(f"{key}="):
@@ -300,9 +323,10 @@ def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfi
 
 
 def _refuse_references(schema: DictConfig, content: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuses what OmegaConf would not look at: ``${`` where no text belongs, and ``???``, its word for nothing."""
+    """Refuses what OmegaConf would accept: ``${`` in values that are not text, and ``???``."""
     for name, value in content.items():
-        node = schema._get_node(name) if name in schema.keys() else None  # noqa: SIM118 (a config resolves what it looks up)
+        # `name in schema` would resolve the value.
+        node = schema._get_node(name) if name in schema.keys() else None  # noqa: SIM118
         texts = [
             item
             for item in (value if isinstance(value, list) else [value])
@@ -321,7 +345,7 @@ def _refuse_references(schema: DictConfig, content: Mapping[str, Any], prefix: s
 
 
 def _takes_text(node: Any) -> bool:
-    """Whether a node of the schema holds text or texts; what is no node is told of elsewhere."""
+    """Whether a node of the schema holds text or a list of texts."""
     if isinstance(node, ListConfig):
         return node._metadata.element_type in (str, Any)
     return node is None or isinstance(node, StringNode | AnyNode)

@@ -1,4 +1,4 @@
-"""What a run is going to do, in words: before it starts, and for ``--dry-run``."""
+"""Descriptions of a run before it starts, and for ``--dry-run``."""
 
 from collections.abc import Callable
 
@@ -19,16 +19,17 @@ from fedx_pl.trainer import FederatedTrainer
 
 
 def announcement(config: Config, *, trains_here: bool = True) -> str:
-    """What will run, before anything does; the profile first, since it may be the machine's choice.
+    """Describes a run before it starts.
+
+    The profile comes first, since it may have been chosen automatically.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         trains_here: whether this machine trains; the coordinator of real sites needs no GPU.
     """
     federation = config.federation
-    backbone = (
-        f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""
-    )  # Others may bring one.
+    # A method that is not built in may bring its own backbone.
+    backbone = f"{config.backbone.name}, " if config.method.name in BUILT_IN else ""
     lines = []
     no_gpu = not torch.cuda.is_available()
     if config.profile == "cpu":
@@ -42,8 +43,8 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
             "profile paper: made for a GPU, and there is none here; in full it takes a CPU weeks."
         )
     lines.append(
-        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, {federation.clients} clients, "
-        f"{backbone}seed {config.seed}"
+        f"{config.name}: {federation.rounds} rounds x {federation.epochs} epochs, "
+        f"{federation.clients} clients, {backbone}seed {config.seed}"
     )
     if not trains_here:
         rule, share = config.aggregate.rule, config.aggregate.max_share
@@ -51,15 +52,17 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
             "mean": "a site that lies may ruin the model",
             "clip": "updates are clipped to the usual length",
         }
-        lines.append(f"aggregate={rule}{f': {known[rule]}' if rule in known else ''}")
+        meaning = f": {known[rule]}" if rule in known else ""
+        lines.append(f"aggregate={rule}{meaning}")
         lines.append(
-            f"aggregate.max_share={share:g}: no site counts for more than {share:.0%} of a round's images"
+            f"aggregate.max_share={share:g}: "
+            f"no site counts for more than {share:.0%} of a round's images"
         )
     return "\n".join(lines)
 
 
 def expectation(run: Run, seconds: float) -> str:
-    """On what it runs and how long it takes."""
+    """Where a run trains and how long it takes."""
     trainer, config = run.trainer, run.config
     cuda = trainer.device.type == "cuda"
     threads = torch.get_num_threads()
@@ -82,16 +85,17 @@ def expectation(run: Run, seconds: float) -> str:
 
 
 class Expectation(RoundCallback):
-    """Says how long a run is expected to take, once it is known where it goes on."""
+    """Prints the expected time of a run, once it is known which round comes next."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """Keeps what to ask.
+        """Keeps the run.
 
         Args:
-            run: what is going to be trained.
-            say: takes the line.
+            run: the run to describe.
+            say: prints a line.
         """
-        self.run, self.say = run, say
+        self.run = run
+        self.say = say
 
     def setup(self, trainer: FederatedTrainer) -> None:
         """Measures a few steps, unless the run is finished."""
@@ -101,7 +105,7 @@ class Expectation(RoundCallback):
 
 
 def clients_table(run: Run) -> Table:
-    """Sizes per client and steps, for ``--dry-run``."""
+    """A table of images and steps per client, for ``--dry-run``."""
     table = Table(title="clients", title_justify="left")
     for column in ("client", "images", "classes", "batch", "relation batch", "steps per round"):
         table.add_column(column, justify="right")
@@ -130,12 +134,13 @@ def clients_table(run: Run) -> Table:
 
 
 def parameters_text(model: SSLMethod) -> str:
-    """How large the model is, and what travels."""
+    """The size of the model, and of what is shared in a round."""
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     backbone = sum(p.numel() for p in model.backbone.parameters())
     shared = size_of(model.shared_state())
     private = size_of(model.private_state())
     return (
-        f"{type(model).__name__}: {total:,} trainable parameters, {backbone:,} of them in the backbone; "
+        f"{type(model).__name__}: {total:,} trainable parameters, "
+        f"{backbone:,} of them in the backbone; "
         f"{byte_size(shared)} shared and {byte_size(private)} private per client"
     )

@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedx_pl.config.registry import PARTITION, REGULARIZER, make
 from fedx_pl.data.partition import FromFile, Partition
-from fedx_pl.evaluation.evaluate import EvaluationOptions
-from fedx_pl.federation.regularizers import Regularizer
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.options import OptionError, Options, option
+
+if TYPE_CHECKING:
+    from fedx_pl.federation.regularizers import Regularizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class FederationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """Where and how a run happens; nothing changes what is computed, but ``compile`` its rounding."""
+    """Where and how a run is executed; only ``compile`` changes results, by rounding."""
 
     root: str = option("runs", "folder of all runs")
     dir: str = option("", "this run's folder; empty: ROOT/NAME-sSEED-HASH")
@@ -120,7 +123,7 @@ class RegularizerOptions(Options):
     name: str = option("none", "none | fedprox | scaffold (short: regularizer=fedprox)")
     mu: float = option(0.01, "fedprox: weight of the pull towards the global weights", at_least=0)
 
-    def made(self) -> Regularizer:
+    def made(self) -> "Regularizer":
         """The regularizer that these options describe."""
         regularizer: Regularizer = make(REGULARIZER, self.name, self)
         return regularizer

@@ -1,7 +1,7 @@
-"""How a word on the command line becomes a thing: one registry for every kind of part.
+"""The registry of parts: finds the class or function behind a word of the command line.
 
-A word is the name of a built-in part, an entry point that an installed package declares (group ``fedx_pl.methods``,
-``fedx_pl.mixins``, ...), or ``package.module:Name``.
+A word is the name of a built-in part, an entry point of an installed package (of the group
+``fedx_pl.methods``, ``fedx_pl.mixins``, ...), or ``package.module:Name``.
 """
 
 import dataclasses
@@ -12,26 +12,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytorch_lightning.loggers import CSVLogger, Logger
-
-from fedx_pl.backbones import BACKBONES
-from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.dashboard import Dashboard
-from fedx_pl.callbacks.early_stopping import EarlyStopping
+from fedx_pl.backbone_options import BACKBONES
 from fedx_pl.data.images import ARRAYS
-from fedx_pl.data.partition import PARTITIONS, Partition
+from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
-from fedx_pl.engines import ENGINES, Engine
+from fedx_pl.engines import ENGINES
 from fedx_pl.errors import UserError, known_names
-from fedx_pl.evaluation import EVALUATIONS, Evaluation
-from fedx_pl.federation.aggregate import Aggregator
-from fedx_pl.federation.regularizers import REGULARIZERS, Regularizer
-from fedx_pl.federation.robust import RULES
+from fedx_pl.evaluation import EVALUATIONS
+from fedx_pl.federation.options import REGULARIZERS, RULES
 from fedx_pl.methods import BUILT_IN
-from fedx_pl.methods.base import SSLMethod
-from fedx_pl.mixins import MIXINS, Mixin
+from fedx_pl.mixins import MIXINS
+from fedx_pl.parts import Parts, imported
+
+if TYPE_CHECKING:
+    from fedx_pl.methods.base import SSLMethod
+
+LOGGERS: Parts[Any] = Parts(
+    {
+        "tensorboard": "fedx_pl.callbacks.dashboard:Dashboard",
+        "csv": "pytorch_lightning.loggers:CSVLogger",
+    }
+)
+CALLBACKS: Parts[Any] = Parts({"early_stopping": "fedx_pl.callbacks.early_stopping:EarlyStopping"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +44,14 @@ class Kind:
 
     key: str  # what is typed before the equals sign
     group: str  # of entry points, after ``fedx_pl.``
-    built_in: Mapping[str, Any]  # things by word
-    base: type | None = None  # what a class must be a subclass of; None: a function will do
+    built_in: Mapping[str, Any]  # parts by word
+    base_path: str = ""  # of the class that a part must be a subclass of; empty: a function will do
     form: str = "{key}={word}"  # how a word is typed
+
+    @property
+    def base(self) -> type | None:
+        """What a class must be a subclass of; None: a function will do."""
+        return imported(self.base_path) if self.base_path else None
 
     def typed(self, word: str) -> str:
         """A word as it is typed."""
@@ -50,38 +59,73 @@ class Kind:
 
 
 _LIST = "{key}=[{word}]"
-METHOD = Kind(key="method", group="methods", built_in=BUILT_IN, base=SSLMethod)
-MIXIN = Kind(key="mixins", group="mixins", built_in=MIXINS, base=Mixin, form=_LIST)
+METHOD = Kind(
+    key="method", group="methods", built_in=BUILT_IN, base_path="fedx_pl.methods.base:SSLMethod"
+)
+MIXIN = Kind(
+    key="mixins",
+    group="mixins",
+    built_in=MIXINS,
+    base_path="fedx_pl.mixins.base:Mixin",
+    form=_LIST,
+)
 BACKBONE = Kind(key="backbone.name", group="backbones", built_in=BACKBONES)
 DATA = Kind(key="data", group="data", built_in=SOURCES)
-PARTITION = Kind(key="partition.kind", group="partitions", built_in=PARTITIONS, base=Partition)
-RULE = Kind(key="aggregate", group="rules", built_in=RULES, base=Aggregator)
-REGULARIZER = Kind(key="regularizer", group="regularizers", built_in=REGULARIZERS, base=Regularizer)
-ENGINE = Kind(key="engine", group="engines", built_in=ENGINES, base=Engine)
+PARTITION = Kind(
+    key="partition.kind",
+    group="partitions",
+    built_in=PARTITIONS,
+    base_path="fedx_pl.data.partition:Partition",
+)
+RULE = Kind(
+    key="aggregate",
+    group="rules",
+    built_in=RULES,
+    base_path="fedx_pl.federation.aggregate:Aggregator",
+)
+REGULARIZER = Kind(
+    key="regularizer",
+    group="regularizers",
+    built_in=REGULARIZERS,
+    base_path="fedx_pl.federation.regularizers:Regularizer",
+)
+ENGINE = Kind(
+    key="engine", group="engines", built_in=ENGINES, base_path="fedx_pl.engines.base:Engine"
+)
 EVALUATION = Kind(
     key="evaluate",
     group="evaluations",
     built_in=EVALUATIONS,
-    base=Evaluation,
+    base_path="fedx_pl.evaluation.base:Evaluation",
     form="fedx-pl {key} RUN {word}",
 )
 LOGGER = Kind(
     key="logger",
     group="loggers",
-    built_in={"tensorboard": Dashboard, "csv": CSVLogger},
-    base=Logger,
+    built_in=LOGGERS,
+    base_path="pytorch_lightning.loggers:Logger",
     form=_LIST,
 )
 CALLBACK = Kind(
     key="callbacks",
     group="callbacks",
-    built_in={"early_stopping": EarlyStopping},
-    base=RoundCallback,
+    built_in=CALLBACKS,
+    base_path="fedx_pl.callbacks.base:RoundCallback",
     form=_LIST,
 )
 KINDS = (
-    METHOD, MIXIN, BACKBONE, DATA, PARTITION, RULE, REGULARIZER, ENGINE, EVALUATION, LOGGER, CALLBACK,
-)  # fmt: skip
+    METHOD,
+    MIXIN,
+    BACKBONE,
+    DATA,
+    PARTITION,
+    RULE,
+    REGULARIZER,
+    ENGINE,
+    EVALUATION,
+    LOGGER,
+    CALLBACK,
+)
 
 # The keys of the configuration that hold one such word: (group, key within it).
 WORDS = {
@@ -94,14 +138,14 @@ WORDS = {
     ("engine", "name"): ENGINE,
 }
 
-_BROUGHT: dict[str, type[SSLMethod]] = {}  # classes that were given from Python, by their path
+_BROUGHT: "dict[str, type[SSLMethod]]" = {}  # classes given from Python, by their path
 
 
 def find(kind: Kind, word: str) -> Any:
-    """The thing behind a word.
+    """The class or function behind a word.
 
     Raises:
-        UserError: there is none, or it is of another kind; the nearest word is named.
+        UserError: there is none, or it is of another kind; the message names the nearest word.
     """
     if word in kind.built_in:
         return kind.built_in[word]
@@ -114,29 +158,35 @@ def find(kind: Kind, word: str) -> Any:
         return _checked(kind, word, _import(kind, word))
     names = [name for name in (*kind.built_in, *plugins) if name != ARRAYS]
     guess = known_names(word, names, prefix=kind.typed("").strip("[]")) if names else ""
-    what = "class" if kind.base else "function"
-    own = kind.typed("package.module:Class" if kind.base else "package.module:function")
+    what = "class" if kind.base_path else "function"
+    own = kind.typed("package.module:Class" if kind.base_path else "package.module:function")
     raise UserError(f"{kind.typed(word)} is not known{guess}; or give your own {what} as {own}")
 
 
+def require_known(kind: Kind, word: str) -> None:
+    """Raises a `UserError` if there is nothing behind a word; a built-in part is not imported."""
+    if is_foreign(kind, word):
+        find(kind, word)
+
+
 def is_foreign(kind: Kind, word: str) -> bool:
-    """Whether a word is none of ours."""
+    """Whether a word is not the name of a built-in part."""
     return word not in kind.built_in
 
 
-def bring(method: type[SSLMethod]) -> str:
-    """Makes a class known by its path, wherever it was defined, and returns the path."""
+def bring(method: "type[SSLMethod]") -> str:
+    """Registers a class by its path, wherever it was defined, and returns the path."""
     path = f"{method.__module__}:{method.__qualname__}"
     _BROUGHT[path] = _checked(METHOD, path, method)
     return path
 
 
 def own_settings(thing: Any, known: type) -> dict[str, Any]:
-    """The arguments with a plain default that a part has beyond those of its group: they become keys.
+    """The arguments with a plain default that a part adds to the keys of its group.
 
     Args:
         thing: a class or function.
-        known: the dataclass of the group's keys.
+        known: the dataclass of the keys of the group.
     """
     usual = {field.name for field in dataclasses.fields(known)}
     parameters = inspect.signature(thing).parameters.values()
@@ -149,17 +199,17 @@ def own_settings(thing: Any, known: type) -> dict[str, Any]:
 
 
 def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) -> Any:
-    """Calls the class or function behind a word with what it asks for, by name.
+    """Calls the class or function behind a word with the arguments that it takes.
 
     Args:
-        kind: of part.
-        word: as typed.
-        options: the keys of its group, by which its arguments are found.
-        args: arguments that it must take.
-        given: further arguments, which it need not take.
+        kind: the kind of part.
+        word: the word, as typed.
+        options: the keys of its group, which hold the arguments.
+        args: positional arguments, which it must take.
+        given: more keyword arguments, which it need not take.
 
     Raises:
-        UserError: it cannot be called so, or it raises; the word and the error are named.
+        UserError: it cannot be called so, or it raises; the message names the word and the error.
     """
     thing = find(kind, word)
     parameters = inspect.signature(thing).parameters
@@ -173,8 +223,9 @@ def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) ->
     missing = _without_default(parameters.values(), len(args), taken)
     if missing:
         raise UserError(
-            f"{kind.typed(word)} cannot be made: its argument {missing[0]} has no default; keys come from arguments "
-            f"with plain defaults, so write e.g. {missing[0]}=1 in its signature"
+            f"{kind.typed(word)} cannot be made: its argument {missing[0]} has no default; "
+            f"keys come from arguments with plain defaults, "
+            f"so write e.g. {missing[0]}=1 in its signature"
         )
     with making(kind.typed(word)):
         return thing(*args, **taken)
@@ -182,16 +233,16 @@ def make(kind: Kind, word: str, options: object, /, *args: Any, **given: Any) ->
 
 @contextmanager
 def making(typed: str) -> Iterator[None]:
-    """Whatever a part raises while it is made is a `UserError` that names it.
+    """Turns whatever a part raises while it is made into a `UserError` that names it.
 
     Args:
-        typed: the part, as its key and word.
+        typed: the key and the word of the part.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # Whatever a stranger's code does.
+    except Exception as error:  # Whatever a user's code raises.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
             f"{typed} cannot be made ({reason}); --debug shows where it fails"
@@ -201,51 +252,50 @@ def making(typed: str) -> Iterator[None]:
 def _without_default(
     parameters: Iterable[inspect.Parameter], positional: int, taken: Mapping[str, Any]
 ) -> list[str]:
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][
-        positional:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in parameters if parameter.kind not in variadic]
+    required = [
+        parameter for parameter in named[positional:] if parameter.default is parameter.empty
     ]
-    return [one.name for one in named if one.default is one.empty and one.name not in taken]
+    return [parameter.name for parameter in required if parameter.name not in taken]
 
 
 def _import(kind: Kind, path: str) -> object:
     module_name, _, name = path.partition(":")
-    if (
-        "" not in sys.path
-    ):  # A console script does not look in the folder it is started from; `python -m` does.
+    if "" not in sys.path:  # As `python -m` does, and a console script does not.
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # Whatever a stranger's module does when it is imported.
+    except Exception as error:  # Whatever a user's module raises.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
-            f"{kind.key}={path}: cannot import {module_name} ({reason}); start where it can be found"
+            f"{kind.key}={path}: cannot import {module_name} ({reason}); "
+            f"start where it can be found"
         ) from error
     if not hasattr(module, name):
         own = [
             v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module_name
         ]
         base = kind.base or object
-        classes = [v.__name__ for v in own if issubclass(v, base)]
+        classes = ", ".join(v.__name__ for v in own if issubclass(v, base))
         raise UserError(
-            f"{kind.key}={path}: {module_name} has no {name!r}; it has {', '.join(classes) or f'no {base.__name__}'}"
+            f"{kind.key}={path}: {module_name} has no {name!r}; "
+            f"it has {classes or f'no {base.__name__}'}"
         )
     return getattr(module, name)
 
 
 def _checked(kind: Kind, word: str, found: object) -> Any:
-    if kind.base is None:
+    base: Any = kind.base
+    if base is None:
         if not callable(found):
             raise UserError(f"{kind.typed(word)} is {found!r}, which is not a function")
         return found
-    if not (isinstance(found, type) and issubclass(found, kind.base)):
-        home = (
-            "fedx_pl"
-            if kind.base in (SSLMethod, RoundCallback, Partition)
-            else kind.base.__module__
-        )
+    if not (isinstance(found, type) and issubclass(found, base)):
+        home = "fedx_pl" if kind in (METHOD, CALLBACK, PARTITION) else base.__module__
         raise UserError(
-            f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{kind.base.__name__}"
+            f"{kind.typed(word)} is {found!r}, which is not a subclass of {home}.{base.__name__}"
         )
-    if kind is METHOD and found.loss is SSLMethod.loss:  # type: ignore[attr-defined]
+    if kind is METHOD and found.loss is base.loss:  # type: ignore[attr-defined]
         raise UserError(f"method={word} has no loss of its own; write def loss(self, batch, z)")
     return found

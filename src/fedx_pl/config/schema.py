@@ -1,4 +1,4 @@
-"""All keys of a run: typed, validated, frozen. Defaults are the paper's."""
+"""All keys of a run: typed, validated and frozen. The defaults are the paper's."""
 
 import copy
 import dataclasses
@@ -15,8 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedx_pl.backbones import BackboneOptions
-from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.backbone_options import BackboneOptions
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.config.bounds import require_sensible
 from fedx_pl.config.groups import (
     EvaluationKeys,
@@ -27,21 +27,27 @@ from fedx_pl.config.groups import (
     RunOptions,
     SiteOptions,
 )
-from fedx_pl.config.registry import METHOD, MIXIN, WORDS, find, is_foreign, own_settings
-from fedx_pl.data.augment import AugmentOptions
+from fedx_pl.config.registry import (
+    METHOD,
+    MIXIN,
+    WORDS,
+    find,
+    is_foreign,
+    own_settings,
+    require_known,
+)
 from fedx_pl.data.images import RESIZED, DataOptions
+from fedx_pl.data.options import AugmentOptions
 from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.data.sources import SOURCES
 from fedx_pl.engines import EngineOptions
 from fedx_pl.errors import UserError, first_line
-from fedx_pl.federation.aggregate import AggregateOptions
-from fedx_pl.federation.identity import decisive, flat
-from fedx_pl.federation.privacy import PrivacyOptions
-from fedx_pl.federation.regularizers import REGULARIZERS
-from fedx_pl.methods.base import SSLMethod
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.options import REGULARIZERS, AggregateOptions, PrivacyOptions
+from fedx_pl.methods import BUILT_IN
 from fedx_pl.methods.optim import OptimOptions
-from fedx_pl.methods.parameters import hyper_parameters
-from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions, wrap
+from fedx_pl.methods.parameters import Parameter, declared_parameters, hyper_parameters
+from fedx_pl.mixins import FedCAOptions, FedXOptions, MoonOptions
 from fedx_pl.options import Bounds, OptionError, Options, option
 
 LARGEST_SEED = 2**63 - 1
@@ -88,14 +94,15 @@ class Config(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for (group, key), kind in WORDS.items():
-            find(kind, getattr(getattr(self, group), key))
+            require_known(kind, getattr(getattr(self, group), key))
         for word in self.mixins:
-            find(MIXIN, word)
+            require_known(MIXIN, word)
         self.aggregate.require_possible(self.federation.min_clients)
         if self.fedx.enabled and not 0 < self.relation_size < self.optim.batch_size:
             raise UserError(
                 f"fedx.relation_size={self.fedx.relation_size} leaves nothing of "
-                f"optim.batch_size={self.optim.batch_size}; type fedx.relation_size={self.optim.batch_size // 2}"
+                f"optim.batch_size={self.optim.batch_size}; "
+                f"type fedx.relation_size={self.optim.batch_size // 2}"
             )
 
     @property
@@ -111,37 +118,33 @@ class Config(Options):
         return self.fedx.reserved(self.optim.batch_size)
 
     def content(self) -> dict[str, Any]:
-        """What decides the result: all keys but where things are and how the run is carried out."""
+        """The keys that decide the result, not where files are or how the run is executed."""
         return decisive(dataclasses.asdict(self))
 
     @cached_property
     def hash(self) -> str:
-        """Eight digits that tell two results apart.
+        """Eight digits that distinguish the results of different settings.
 
-        Made of what differs from the defaults, so that a new key leaves the names of older runs as they are. A changed
-        default does not show in it; those who go by the hash compare the whole `content` as well.
+        Only what differs from the defaults is hashed, so that a new key does not rename older runs.
+        A changed default does not show; callers compare the whole `content` as well.
         """
-        return hashlib.sha256(json.dumps(self.non_defaults(), sort_keys=True).encode()).hexdigest()[
-            :8
-        ]
+        text = json.dumps(self.non_defaults(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def non_defaults(self) -> dict[str, Any]:
-        """What differs from the defaults, and the method's name, by dotted key."""
-        usual, content = _usual(Parts.of(dataclasses.asdict(self))), flat(self.content())
-        if (
-            self.data.name in SOURCES
-            and self.data.name not in RESIZED
-            and self.profile in ("cpu", "mini")
-        ):
-            content["data.image_size"] = (
-                64  # They once set it for all data sets: runs keep their names.
-            )
+        """The settings that differ from the defaults, and the method's name, by dotted key."""
+        usual = _usual(Parts.of(dataclasses.asdict(self)))
+        content = flat(self.content())
+        one_size = self.data.name in SOURCES and self.data.name not in RESIZED
+        if one_size and self.profile in ("cpu", "mini"):
+            # These profiles once set it for all data sets, and runs keep their names.
+            content["data.image_size"] = 64
         return {k: v for k, v in content.items() if k == "method.name" or usual.get(k, ...) != v}
 
     def hparams(self) -> dict[str, float | str]:
-        """What runs are compared by, and whatever else is not as usual.
+        """The settings that TensorBoard compares runs by, and all that are not the defaults.
 
-        TensorBoard shows the first five by alphabet, capitals first.
+        TensorBoard shows the first five in alphabetical order, capitals first.
         """
         main = {
             "Data": self.data.name,
@@ -150,18 +153,18 @@ class Config(Options):
             "Rounds": self.federation.rounds,
             "Seed": self.seed,
         }
-        told = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
-        rest = {key: value for key, value in self.non_defaults().items() if key not in told}
+        shown = ("data.name", "fedx.enabled", "method.name", "federation.rounds", "seed")
+        rest = {key: value for key, value in self.non_defaults().items() if key not in shown}
         return {key: _shown(value) for key, value in {**main, **rest}.items()}
 
     @property
     def run_name(self) -> str:
-        """Of this run's folder and of its result."""
+        """The name of this run's folder and of its result."""
         return f"{self.name}-s{self.seed}-{self.hash}"
 
     @property
     def run_folder(self) -> Path:
-        """Where this run lives."""
+        """The folder of this run."""
         return Path(self.run.dir) if self.run.dir else Path(self.run.root) / self.run_name
 
     def to_yaml(self) -> str:
@@ -170,7 +173,7 @@ class Config(Options):
 
 
 def all_keys() -> Iterator[tuple[str, Any, str]]:
-    """All keys of the schema as (dotted name, default, help); those of methods are not among them."""
+    """All keys of the schema but those of methods, as (dotted name, default, help)."""
     for key, item, default in _fields(Config()):
         yield key, default, item.metadata.get("help", "")
 
@@ -191,17 +194,32 @@ def _bounds() -> dict[str, Bounds]:
     return {key: item.metadata["bounds"] for key, item, _ in _fields(Config())}
 
 
-# Arguments of the trainer and of the data module that are keys of another name, or of any group.
+# Keys of arguments of the trainer and of the data module, and of those that parts share.
 _ARGUMENTS = {
-    "accelerator": "run.device", "batchnorm": "federation.batchnorm", "beta": "partition.beta",
-    "classes": "partition.classes", "clients": "federation.clients", "file": "partition.file",
-    "clients_per_round": "federation.fraction", "default_root_dir": "run.dir", "devices": "run.device",
-    "embed_dim": "method.embed_dim", "local_epochs": "federation.epochs",
-    "max_rounds": "federation.rounds", "min_clients": "federation.min_clients",
-    "precision": "optim.precision", "root": "data.root",
-    **{f"partition={kind.__name__}()": f"partition.kind={word}" for word, kind in PARTITIONS.items()},
-    **{f"regularizer={kind.__name__}()": f"regularizer={word}" for word, kind in REGULARIZERS.items()},
-}  # fmt: skip
+    "accelerator": "run.device",
+    "batchnorm": "federation.batchnorm",
+    "beta": "partition.beta",
+    "classes": "partition.classes",
+    "clients": "federation.clients",
+    "clients_per_round": "federation.fraction",
+    "default_root_dir": "run.dir",
+    "devices": "run.device",
+    "embed_dim": "method.embed_dim",
+    "file": "partition.file",
+    "local_epochs": "federation.epochs",
+    "max_rounds": "federation.rounds",
+    "min_clients": "federation.min_clients",
+    "precision": "optim.precision",
+    "root": "data.root",
+    **{
+        f"partition={kind.__name__}()": f"partition.kind={word}"
+        for word, kind in PARTITIONS.items()
+    },
+    **{
+        f"regularizer={path.partition(':')[2]}()": f"regularizer={word}"
+        for word, path in REGULARIZERS.paths.items()
+    },
+}
 
 
 @contextmanager
@@ -240,15 +258,15 @@ def _prefixes() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The words that decide which keys there are."""
+    """The words that decide which keys exist."""
 
     method: str = "simclr"
-    mixins: tuple[str, ...] = ()  # of one's own
-    others: tuple[tuple[str, str, str], ...] = ()  # (group, key, word) of what is not built in
+    mixins: tuple[str, ...] = ()  # the user's own
+    others: tuple[tuple[str, str, str], ...] = ()  # (group, key, word) of parts not built in
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> "Parts":
-        """Those of nested keys and values, which need not be complete."""
+        """The words among nested keys and values, which need not be complete."""
 
         def word(group: str, key: str) -> str:
             part = tree.get(group)
@@ -256,9 +274,9 @@ class Parts:
 
         words = [(group, key, word(group, key)) for group, key in WORDS if group != "method"]
         others = [
-            (group, key, told)
-            for group, key, told in words
-            if told and is_foreign(WORDS[group, key], told)
+            (group, key, name)
+            for group, key, name in words
+            if name and is_foreign(WORDS[group, key], name)
         ]
         mixins = tree.get("mixins")
         listed = tuple(map(str, mixins)) if isinstance(mixins, list | tuple) else ()
@@ -266,22 +284,26 @@ class Parts:
 
 
 def schema_of(parts: Parts) -> DictConfig:
-    """The typed tree of all keys, with those of the method and of other parts in their place; a new one each time."""
+    """A new typed tree of all keys, including those of the method and of a user's own parts."""
     return copy.deepcopy(_prototype(parts))
 
 
-def method_of(name: str, mixins: Sequence[str]) -> type[SSLMethod]:
-    """A method with mixins of one's own around it."""
-    method: type[SSLMethod] = find(METHOD, name)
+def method_parameters(name: str, mixins: Sequence[str] = ()) -> dict[str, Parameter]:
+    """The keys ``method.*`` of a method inside a user's own mixins."""
+    if not mixins and name in BUILT_IN.paths:
+        return declared_parameters(BUILT_IN.paths[name])
+    method = find(METHOD, name)  # Comes first: an unknown name should not wait for torch.
+    from fedx_pl.mixins.base import wrap
+
     for word in mixins:
         method = wrap(find(MIXIN, word), method)
-    return method
+    return hyper_parameters(method)
 
 
 @cache
 def _prototype(parts: Parts) -> DictConfig:
     own: list[Any] = [("name", str, field(default=parts.method))]
-    for key, (hint, default, _) in hyper_parameters(method_of(parts.method, parts.mixins)).items():
+    for key, (hint, default, _) in method_parameters(parts.method, parts.mixins).items():
         many = isinstance(default, list | tuple)
         own.append(
             (
@@ -306,16 +328,16 @@ def _prototype(parts: Parts) -> DictConfig:
 
 @cache
 def _usual(parts: Parts) -> dict[str, Any]:
-    """The defaults as dotted keys and values."""
+    """The defaults of the decisive keys."""
     return {"data.image_size": 0} | flat(frozen(schema_of(parts)).content())
 
 
 def frozen(schema: DictConfig) -> Config:
-    """The configuration that a tree of `schema_of` has become."""
+    """The configuration in a tree of `schema_of`, validated."""
     try:
         with in_keys():
             config = OmegaConf.to_object(schema)
-    except OmegaConfBaseException as error:  # Some values are looked at only now.
+    except OmegaConfBaseException as error:  # Some values are converted only now.
         raise UserError(f"wrong value for {error.full_key}: {first_line(error)}") from error
     assert isinstance(config, Config)
     values = dataclasses.asdict(config)
@@ -331,12 +353,12 @@ def frozen(schema: DictConfig) -> Config:
 
 @cache
 def _defaults(parts: Parts) -> dict[str, Any]:
-    """Of all keys, dotted."""
+    """The defaults of all keys."""
     return flat(OmegaConf.to_container(schema_of(parts)))  # type: ignore[arg-type]
 
 
 def _unlocked(node: DictConfig) -> DictConfig:
-    """OmegaConf makes nodes of frozen dataclasses read-only; composing needs to write."""
+    """Makes a tree writable; OmegaConf makes nodes of frozen dataclasses read-only."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         if isinstance(child := node._get_node(key), DictConfig):
@@ -345,7 +367,7 @@ def _unlocked(node: DictConfig) -> DictConfig:
 
 
 def _shown(value: Any) -> float | str:
-    """As TensorBoard can take it; true it would show as 1."""
+    """A value as TensorBoard can show it; it would show true as 1."""
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, int | float) else str(value)

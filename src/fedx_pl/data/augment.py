@@ -11,59 +11,18 @@ care, except for their clamp. They reproduce those of torchvision
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedx_pl.options import Options, option
+from fedx_pl.data.options import AugmentOptions
 
 WHITE = 255.0
 LUMA = (0.2989, 0.587, 0.114)  # torchvision's weights for gray
 LOG_RATIO = math.log(4 / 3)  # random resized crop: aspect ratios 3/4 .. 4/3
 SIGMA = (0.1, 2.0)  # SimCLR's range of blur
-CROPS = ("pad", "resized", "none")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentOptions(Options):
-    """What happens to a training image: geometry first, then color, gray and blur; 0 skips a step."""
-
-    crop: str = option(
-        "pad",
-        "pad: reflect-pad and crop back; resized: random resized crop; none: no crop",
-        choices=CROPS,
-    )
-    pad: int = option(4, "crop=pad: pixels of reflection on each side", at_least=0, at_most=2**16)
-    scale_min: float = option(
-        0.2, "crop=resized: smallest share of the image's area", above=0, at_most=1
-    )
-    size: int = option(
-        0, "output side in pixels; 0 keeps the stored size", at_least=0, at_most=2**16
-    )
-    flip: float = option(0.5, "probability of a horizontal flip", at_least=0, at_most=1)
-    brightness: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
-    contrast: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
-    saturation: float = option(0.4, "factor drawn from 1 ± this; colour images only", at_least=0)
-    hue: float = option(
-        0.1, "turns drawn from ± this, at most 0.5; colour images only", at_least=0, at_most=0.5
-    )
-    jitter_prob: float = option(
-        1.0, "probability of the four colour changes, as one", at_least=0, at_most=1
-    )
-    grayscale: float = option(0.0, "probability of dropping colour", at_least=0, at_most=1)
-    blur: float = option(
-        0.0, "probability of a Gaussian blur, sigma 0.1 to 2", at_least=0, at_most=1
-    )
-    rotation: float = option(
-        0.0, "degrees, drawn from ± this; corners turn black", at_least=0, at_most=180
-    )
-
-    def for_side(self, side: int) -> "AugmentOptions":
-        """The options for stored images of a side: none are made larger than they are."""
-        return replace(self, size=self.size if 0 < self.size < side else 0)
 
 
 class _Uniforms(NamedTuple):

@@ -10,26 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedx_pl.engines.base import Engine, EngineOptions
-from fedx_pl.engines.local import SerialEngine
-from fedx_pl.engines.ray import RayEngine
+from fedx_pl.engines.options import EngineOptions
 from fedx_pl.errors import UserError
-from fedx_pl.federation.round import Lost
 from fedx_pl.options import OptionError
+from fedx_pl.parts import Parts, importing
 
 if TYPE_CHECKING:
+    from fedx_pl.engines.base import Engine
+    from fedx_pl.federation.round import Lost
     from fedx_pl.trainer import FederatedTrainer
 
 __all__ = ["ENGINES", "Engine", "EngineOptions", "Lost", "make"]
 
 # By their names on the command line.
-ENGINES: dict[str, type[Engine]] = {"serial": SerialEngine, "ray": RayEngine}
+ENGINES: Parts[type[Engine]] = Parts(
+    {"serial": "fedx_pl.engines.local:SerialEngine", "ray": "fedx_pl.engines.ray:RayEngine"}
+)
+
+__getattr__ = importing(
+    __name__, {"fedx_pl.engines.base": ("Engine",), "fedx_pl.federation.round": ("Lost",)}
+)
 
 
 def make(
     options: EngineOptions | Callable[[FederatedTrainer], Engine], trainer: FederatedTrainer
 ) -> Engine:
     """The engine that the options name, or that a class or function makes."""
+    from fedx_pl.engines.base import Engine
+
     if not isinstance(options, EngineOptions):
         made = options(trainer)
         if not isinstance(made, Engine):

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -12,38 +12,16 @@ from torch import Tensor
 
 from fedx_pl.data.images import ImageData, Split
 from fedx_pl.evaluation.features import drawn_rows, extract
-from fedx_pl.evaluation.finetune import SemiOptions
 from fedx_pl.evaluation.geometry import health
 from fedx_pl.evaluation.knn import knn_scores
-from fedx_pl.evaluation.linear import LinearOptions, linear_probe
+from fedx_pl.evaluation.linear import linear_probe
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.evaluation.scores import Scores
 from fedx_pl.methods.base import SSLMethod
-from fedx_pl.options import Options, option
 from fedx_pl.seeding import derive
 
 _UNLABELED = 10_000  # Without labels, the health is that of so many training images.
 _ENOUGH = 10  # Fewer images use few dimensions, whatever the encoder: that would be a false alarm.
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(Options):
-    """How often and how the encoder is measured."""
-
-    labels: str = option(
-        "all",
-        "all: of every labeled training image | limit: only of those data.limit keeps",
-        choices=("all", "limit"),
-    )
-    knn_every: int = option(1, "rounds between kNN evaluations", at_least=1)
-    knn_k: int = option(200, "neighbours that vote", at_least=1)
-    linear_every: int = option(
-        10, "rounds between linear probes; the last round always has one", at_least=1
-    )
-    geometry_clients: int = option(
-        10, "evaluate RUN geometry: clients trained once more, at most", at_least=1
-    )
-    linear: LinearOptions = field(default_factory=LinearOptions)
-    semi: SemiOptions = field(default_factory=SemiOptions)
 
 
 class Evaluator:

@@ -9,7 +9,6 @@ labeled images of all clients are in one place.
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,26 +19,9 @@ from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ImageStore, at_least_two
 from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract
+from fedx_pl.evaluation.options import SemiOptions
 from fedx_pl.evaluation.scores import Scores, score
-from fedx_pl.options import Options, option
 from fedx_pl.seeding import derive
-
-
-@dataclass(frozen=True, kw_only=True)
-class SemiOptions(Options):
-    """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
-
-    fractions: list[float] = option(
-        [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1
-    )
-    epochs: int = option(100, "passes over the labelled images", at_least=1)
-    lr: float = option(1e-3, "learning rate of SGD", above=0)
-    momentum: float = option(0.9, "SGD momentum", at_least=0, below=1)
-    batch_size: int = option(64, "images per step", at_least=1)
-
-    def steps(self, images: int) -> int:
-        """Optimiser steps on so many labelled images."""
-        return self.epochs * -(-images // self.batch_size)
 
 
 def labeled_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:

@@ -12,46 +12,19 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedx_pl.evaluation.features import measurable
+from fedx_pl.evaluation.options import LinearOptions
 from fedx_pl.evaluation.scores import Scores, score
-from fedx_pl.options import Options, option
 
 # Rows gathered at once: enough to hide the call, few enough to stay in the cache
 _SHUFFLED_ROWS = 4096
 # Products per matrix multiplication, below which a second thread does not pay
 _SMALL_STEP = 4_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearOptions(Options):
-    """How the linear probe is trained; the defaults are those of the FedX authors."""
-
-    preset: str = option(
-        "fedx",
-        "whose values the others start from: fedx | fedema; keys of your own win",
-        choices=("fedx", "fedema"),
-    )
-    epochs: int = option(100, "passes over the labelled train features", at_least=1)
-    lr: float = option(1e-3, "learning rate of Adam", above=0)
-    weight_decay: float = option(1e-6, "L2 penalty inside Adam's gradient (not AdamW)", at_least=0)
-    batch_size: int = option(64, "features per step", at_least=1)
-
-
-# What `evaluation.linear.preset` brings with it, before any other key. FedEMA's and FedU's code has
-# a batch size of 512 among its options, which goes to the extraction of features; the classifier's
-# own is 2048. It does not shuffle; here every epoch is.
-PRESETS = {
-    "fedx": LinearOptions(),
-    "fedema": LinearOptions(
-        preset="fedema", epochs=200, lr=3e-3, weight_decay=0.0, batch_size=2048
-    ),
-}
 
 
 def linear_probe(

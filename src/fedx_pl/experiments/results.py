@@ -15,7 +15,7 @@ from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
-from fedx_pl.federation.identity import flat
+from fedx_pl.federation.content import flat
 from fedx_pl.files import SEAL, unsealed
 from fedx_pl.files.reading import read_json
 from fedx_pl.provenance import foreign_code

@@ -6,17 +6,15 @@ lie.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedx_pl.errors import short
+from fedx_pl.federation.options import MAX_IMAGES
 from fedx_pl.methods.base import State
-from fedx_pl.options import OptionError, Options, option
 
-MAX_IMAGES = 10_000_000
 STATISTICS = ("running_mean", "running_var")  # They may grow a lot in the first round.
 # Larger BatchNorm statistics would take hundreds of steps to be forgotten, and 3e38 is never
 # forgotten. Those of 16-bit images that are not normalized stay well below.
@@ -35,51 +33,6 @@ BACKBONE = "backbone."  # prefix of the names of the encoder's tensors
 
 class BadUpdate(Exception):
     """A client's update that must not be averaged; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AggregateOptions(Options):
-    """How far the server trusts an update; docs/robustness.md says what each rule keeps and costs."""
-
-    rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
-    clip: float = option(
-        2.0, "clip: largest norm of an update, in median norms of the round", above=0
-    )
-    trim: float = option(
-        0.1, "trimmed: share of the clients left out at either end", at_least=0, below=0.5
-    )
-    byzantine: int = option(1, "krum: f, how many clients of a round may be bad", at_least=0)
-    max_growth: float = option(
-        3.0,
-        "an update whose weights are this many times as long is refused; 0: any, shrunk ones too",
-        above=1,
-        at_most=math.inf,
-        also=(0,),
-    )
-    max_images: int = option(MAX_IMAGES, "a client that claims to own more is refused", at_least=1)
-    max_share: float = option(
-        1.0,
-        "largest share of a round's images that one client may count for; real sites: 0.5",
-        example=0.5,
-        above=0,
-        at_most=1,
-    )
-    quarantine: int = option(
-        3,
-        "bad updates in a row after which a client is not asked again; 0: always ask",
-        at_least=0,
-    )
-
-    def require_possible(self, min_clients: int) -> None:
-        """Raises an `OptionError` if a round may have fewer good updates than the rule needs."""
-        needed = 2 * self.byzantine + 3
-        if self.rule == "krum" and min_clients < needed:
-            problem = (
-                f"with {{rule}}=krum needs {needed} good updates in a round, "
-                f"and {{min_clients}}={min_clients}"
-            )
-            advice = f"{{min_clients}}={needed}"
-            raise OptionError("byzantine", self.byzantine, problem, advice, AggregateOptions)
 
 
 class Aggregator:

@@ -20,11 +20,11 @@ import torch
 import yaml
 
 from fedx_pl import backbones
-from fedx_pl.data.images import RESIZED
+from fedx_pl.backbone_options import BACKBONES
 from fedx_pl.data.partition import PARTITIONS
-from fedx_pl.data.sources import SOURCES
 from fedx_pl.errors import UserError
-from fedx_pl.federation.regularizers import REGULARIZERS
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.options import REGULARIZERS
 from fedx_pl.files import checksum
 from fedx_pl.files.reading import read_yaml
 from fedx_pl.methods import BUILT_IN
@@ -87,6 +87,13 @@ class Identity:
         """An argument of the trainer as its user wrote it."""
         return _KEYS.get(argument, argument) if self.typed else argument
 
+    def setting(self, key: str) -> str:
+        """A key of the content as its user wrote it: objects have arguments."""
+        if self.typed or not key.startswith(("federation.", "optim.", "data.", "partition.")):
+            return key
+        arguments = {known: argument for argument, known in _KEYS.items()}
+        return arguments.get(key) or key.rpartition(".")[2]
+
 
 _KEYS = {
     "min_clients": "federation.min_clients",
@@ -120,43 +127,6 @@ def identity_of(trainer: FederatedTrainer, model: SSLMethod, data: FederatedData
         hparams=hparams,
         read=_read,
     )
-
-
-def decisive(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides the result, without paths and engines."""
-    content: dict[str, Any] = {
-        key: dict(part) if isinstance(part, dict) else part for key, part in tree.items()
-    }
-    for group in ("run", "engine", "health", "callbacks", "logger", "site"):
-        content.pop(group, None)
-    # Another value asks a repaired client again.
-    content["aggregate"].pop("quarantine", None)
-    if content["aggregate"].get("max_share") == 1:  # A later key: runs without it keep their names.
-        content["aggregate"].pop("max_share")
-    for place in ("cache", "download", "workers"):
-        content["data"].pop(place, None)
-    # A run's folder is named after its content.
-    content["fedca"]["base"] = Path(content["fedca"]["base"]).name
-    content["fork"] = Path(content["fork"]).name
-    # For a folder the root decides which images, for other data only where they are.
-    if content["data"]["name"] != "folder":
-        content["data"].pop("root", None)
-    if content["data"]["name"] not in RESIZED:
-        content["data"].pop("image_size", None)
-    # Known only when they are loaded; the images have a fingerprint.
-    if content["data"]["name"] not in SOURCES:
-        content["data"].pop("grayscale", None)
-    return content
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys and values."""
-    dotted: dict[str, Any] = {}
-    for key, value in tree.items():
-        dotted |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return dotted
 
 
 def code_record(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> Record:
@@ -266,7 +236,7 @@ def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule
     """
     trained = model.backbone
     settings = identity.content
-    if settings["backbone.name"] in backbones.BACKBONES:
+    if settings["backbone.name"] in BACKBONES:
         fields = [field.name for field in dataclasses.fields(backbones.BackboneOptions)]
         values = {name: settings[f"backbone.{name}"] for name in fields}
         options = backbones.BackboneOptions(**values)
@@ -361,7 +331,7 @@ def plain_method(method: type[SSLMethod]) -> type[SSLMethod]:
     """
     dunder = {name for name in vars(method) if name.startswith("__") and name.endswith("__")}
     *added, inner = method.__bases__
-    ours = [mixin for mixin in reversed(MIXINS.values()) if mixin in added]
+    ours = [mixin for mixin in reversed(list(MIXINS.values())) if mixin in added]
     if not added or "__init__" in dunder or vars(method).keys() - dunder or added != ours:
         return method
     return plain_method(inner)

@@ -4,54 +4,22 @@ Only the client sees the update without noise, so the server need not be trusted
 says what this protects and what it does not.
 """
 
-import importlib.util
 import math
 import os
 from bisect import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedx_pl.errors import install_hint
+from fedx_pl.federation.options import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.methods.base import State
-from fedx_pl.options import OptionError, Options, option
+from fedx_pl.options import OptionError
 
 _LEAST_VARIANCE = 1e-5  # BatchNorm's epsilon: a smaller variance would not change its output
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyOptions(Options):
-    """How much of a client may show in its update; off by default."""
-
-    clip: float = option(
-        0.0, "C, largest L2 norm of a client's update; 0: any", example=1.0, at_least=0
-    )
-    noise: float = option(
-        0.0,
-        "standard deviation of the noise on an update, in units of C",
-        example=10.0,
-        at_least=0,
-    )
-    delta: float = option(1e-5, "of (epsilon, delta) differential privacy", above=0, below=1)
-    max_epsilon: float = option(
-        0.0, "do not start a run that would spend more; 0: any", example=8.0, at_least=0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.noise and not self.clip:
-            problem = "protects only updates of bounded norm"
-            raise OptionError("noise", self.noise, problem, "{clip}=1 as well", PrivacyOptions)
-        if self.max_epsilon and not self.noise:
-            advice = "{noise}=10 as well"
-            raise OptionError(
-                "max_epsilon", self.max_epsilon, "needs noise", advice, PrivacyOptions
-            )
 
 
 def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
@@ -66,9 +34,7 @@ def require_possible(options: PrivacyOptions, regularizer: Regularizer) -> None:
         problem = f"does not cover what {{regularizer={name}()}} sends beside the weights"
         advice = "{regularizer=FedProx()} or none"
         raise OptionError("clip", options.clip, problem, advice, PrivacyOptions)
-    if options.noise and importlib.util.find_spec("dp_accounting") is None:
-        problem = f"needs dp-accounting; type {install_hint('privacy')}"
-        raise OptionError("noise", options.noise, problem, owner=PrivacyOptions)
+    options.require_accountant()
 
 
 def require_budget(

@@ -201,13 +201,6 @@ class Scaffold(Regularizer):
         return {name: before[name] + share * mean[name] for name in before}
 
 
-REGULARIZERS: dict[str, type[Regularizer]] = {
-    "none": Regularizer,
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-}
-
-
 def require_fitting_optimizer(regularizer: Regularizer, model: SSLMethod, data: Any = None) -> None:
     """Raises a `UserError` if a regularizer does not work with an optimizer that a method defines.
 

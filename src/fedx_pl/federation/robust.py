@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedx_pl.federation.aggregate import MAX_IMAGES, AggregateOptions, Aggregator, FedAvg, narrow
+from fedx_pl.federation.aggregate import Aggregator, FedAvg, narrow
+from fedx_pl.federation.options import MAX_IMAGES, RULES, AggregateOptions
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.methods.base import State
 from fedx_pl.options import OptionError
@@ -260,16 +261,6 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, count, step):
         part = slice(start, start + step)
         yield part, torch.stack([tensor[part] for tensor in rows])
-
-
-# By their names on the command line.
-RULES: dict[str, type[Aggregator]] = {
-    "mean": FedAvg,
-    "clip": NormClipping,
-    "median": Median,
-    "trimmed": TrimmedMean,
-    "krum": MultiKrum,
-}
 
 
 def make_rule(

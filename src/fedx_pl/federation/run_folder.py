@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from fedx_pl.data import split_file
 from fedx_pl.data.images import VALUE_RANGE_FILE
 from fedx_pl.errors import UserError
 from fedx_pl.federation.checkpoint import Checkpoint, Checkpoints
-from fedx_pl.federation.identity import code_record, decisive, flat
+from fedx_pl.federation.content import decisive, flat
+from fedx_pl.federation.identity import code_record
 from fedx_pl.federation.pending import UnfinishedRound
 from fedx_pl.federation.round import GlobalState
 from fedx_pl.federation.run_state import DAMAGED, RunState
@@ -165,9 +167,14 @@ def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [key for key in before | after if before.get(key) != after.get(key)]
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any], keys: list[str]) -> str:
+def _changes(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    keys: list[str],
+    spelled: Callable[[str], str] = str,
+) -> str:
     shown = keys[:_SHOWN_KEYS]
-    return ", ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in shown)
+    return ", ".join(f"{spelled(key)}: {before.get(key)} -> {after.get(key)}" for key in shown)
 
 
 def _note_resumed(trainer: FederatedTrainer, round_number: int) -> None:
@@ -398,7 +405,7 @@ def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) ->
     folder = trainer.folder
     identity = trainer.description
     if differing := _differing(before, identity.content):
-        changes = _changes(before, identity.content, differing)
+        changes = _changes(before, identity.content, differing, spelled=identity.setting)
         fork = identity.together(identity.another(), identity.forking(folder))
         raise UserError(
             f"{folder} holds a run of another config ({changes}); {identity.write} {identity.another()}, use "

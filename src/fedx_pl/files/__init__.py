@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
-
-from safetensors.torch import save
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from fedx_pl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import fcntl
@@ -31,12 +31,14 @@ _LOCK_ATTEMPTS = 10
 _LOCK_PAUSE = 0.02  # seconds
 
 
-def tensor_bytes(state: Mapping[str, Tensor]) -> bytes:
+def tensor_bytes(state: "Mapping[str, Tensor]") -> bytes:
     """Tensors as safetensors, in plain memory order; channels_last weights have another."""
+    from safetensors.torch import save
+
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
-def size_of(state: Mapping[str, Tensor]) -> int:
+def size_of(state: "Mapping[str, Tensor]") -> int:
     """The size of a state's tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 

@@ -7,11 +7,12 @@ import errno
 import json
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from safetensors.torch import load
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Bytes. A configuration has 4,000, and PyYAML needs about ten seconds for a million.
 MAX_YAML = 250_000
@@ -102,7 +103,7 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     raise ValueError(f"it nests more than {MAX_DEPTH} deep")
 
 
-def parse_tensors(content: bytes) -> dict[str, Tensor]:
+def parse_tensors(content: bytes) -> "dict[str, Tensor]":
     """The tensors of untrusted safetensors; a `ValueError` if unreadable or too many."""
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER:
@@ -115,6 +116,8 @@ def parse_tensors(content: bytes) -> dict[str, Tensor]:
         raise ValueError(f"its header cannot be read ({_line(error)})") from error
     if count > MAX_TENSORS:
         raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
+    from safetensors.torch import load
+
     try:
         return load(content)
     except Exception as error:  # A dtype that torch does not have, a shape beyond 64 bits, ...

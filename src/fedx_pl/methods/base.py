@@ -1,7 +1,8 @@
 """The contract of a self-supervised method.
 
-A method says only what is special about it: its networks, its ``loss``, and which of its state stays at home. The base
-class here owns the optimiser, the counters, the EMA updates, the record of losses and the exchange of state.
+A method defines only what is special about it: its networks, its ``loss``, and which part of its
+state stays with the client. The base class owns the optimizer, the counters, the EMA updates, the
+history of losses and the exchange of state.
 
 The smallest method is its loss::
 
@@ -9,8 +10,8 @@ The smallest method is its loss::
         def loss(self, batch: Views, z: Embeddings) -> Loss:
             return Loss(contrastive=nt_xent(z.first, z.second, tau=0.1))
 
-Hyper-parameters are the arguments of ``__init__`` that have a default: the command line finds them there, with their
-types (``method.embed_dim=128``).
+Hyper-parameters are the arguments of ``__init__`` that have a default. The command line finds them
+there, with their types (``method.embed_dim=128``).
 """
 
 from collections.abc import Iterator
@@ -32,9 +33,9 @@ State = dict[str, Tensor]
 
 
 class Views(NamedTuple):
-    """One training batch of ``n`` images, already augmented and normalised on the training device.
+    """One training batch of ``n`` images, augmented and normalized on the training device.
 
-    All views lie behind one another in one tensor: a forward pass over neighbours among them copies nothing.
+    Views are stacked in one tensor, so a forward pass over adjacent views needs no copy.
     """
 
     stacked: Tensor  # (2n + r, C, h, w): x, x~, x_r
@@ -42,20 +43,19 @@ class Views(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """x: (n, C, h, w)."""
+        """The first views x, (n, C, h, w)."""
         return self.stacked[: len(self.rows)]
 
     @property
     def second(self) -> Tensor:
-        """x~: (n, C, h, w), another augmentation of the same images."""
+        """The second views x~, (n, C, h, w): another augmentation of the same images."""
         return self.stacked[len(self.rows) : 2 * len(self.rows)]
 
     @property
     def relation(self) -> Tensor | None:
-        """x_r: (r, C, h, w), the independent batch B_r; None unless `relation_batch` asks for it."""
-        return (
-            self.stacked[2 * len(self.rows) :] if len(self.stacked) > 2 * len(self.rows) else None
-        )
+        """The independent batch B_r, (r, C, h, w); None unless `relation_batch` asks for it."""
+        views = 2 * len(self.rows)
+        return self.stacked[views:] if len(self.stacked) > views else None
 
 
 class Embeddings(NamedTuple):
@@ -67,7 +67,7 @@ class Embeddings(NamedTuple):
 
 
 class Loss(dict[str, Tensor]):
-    """Named scalar terms whose plain sum is what the optimiser sees."""
+    """Named scalar terms whose plain sum is minimized."""
 
     @property
     def total(self) -> Tensor:
@@ -77,16 +77,16 @@ class Loss(dict[str, Tensor]):
     def stacked(self) -> Tensor:
         """All terms in one tensor (terms,).
 
-        A term of one element may have any number of axes: there is only one thing it can mean.
+        A term of one element may have any number of axes.
 
         Raises:
-            UserError: for a term that is not one number.
+            UserError: a term is not one number.
         """
         for name, term in self.items():
             if not isinstance(term, Tensor):
                 raise UserError(
-                    f"the loss term {name!r} is {term!r}, not a tensor; return z.first.new_tensor({term!r}), which is "
-                    f"on the same device, or leave it out"
+                    f"the loss term {name!r} is {term!r}, not a tensor; return "
+                    f"z.first.new_tensor({term!r}), which is on the same device, or leave it out"
                 )
             if term.numel() != 1:
                 raise UserError(
@@ -106,7 +106,7 @@ class Loss(dict[str, Tensor]):
         return Loss({**self, **other})
 
     def __ior__(self, other: dict[str, Tensor]) -> "Loss":  # type: ignore[override]
-        return self | other  # A dict's own would let the second of two terms of one name win.
+        return self | other  # `dict.__ior__` would let the second of two terms of one name win.
 
 
 class EmaPair(NamedTuple):
@@ -129,10 +129,10 @@ class LocalData(Protocol):
         """Images per batch, as configured."""
 
     def plain_batches(self) -> Iterator[Tensor]:
-        """All images in order, un-augmented and normalised, batch by batch."""
+        """All images in order, not augmented, normalized, batch by batch."""
 
     def plain_sample(self, size: int) -> Tensor:
-        """At most ``size`` images drawn at random, un-augmented and normalised."""
+        """At most ``size`` images drawn at random, not augmented, normalized."""
 
 
 class _UnknownData:
@@ -140,8 +140,8 @@ class _UnknownData:
 
     def __getattr__(self, name: str) -> Any:
         raise UserError(
-            f"this method asks for {name} of the images, which a loader does not tell; give pl.Trainer.fit the "
-            f"FederatedDataModule itself"
+            f"this method asks for {name} of the images, which a loader does not know; "
+            f"give pl.Trainer.fit the FederatedDataModule itself"
         )
 
 
@@ -180,16 +180,15 @@ class SSLMethod(pl.LightningModule):
         """Makes the online network.
 
         Args:
-            backbone: maps images to (n, ``backbone.feature_dim``), which is found by a forward pass if it is not
-                there.
+            backbone: maps images to (n, ``backbone.feature_dim``), which is found by a forward
+                pass if the backbone does not have it.
             hidden_dim: hidden units of the projector.
             embed_dim: dimensions of ``z``.
-            optim: optimiser settings; the paper's by default.
+            optim: settings of the optimizer; the paper's by default.
         """
         super().__init__()
-        self.save_hyperparameters(
-            ignore=["backbone"]
-        )  # Those of subclasses, too: Lightning looks at their frames.
+        # Those of subclasses, too: Lightning looks at their frames.
+        self.save_hyperparameters(ignore=["backbone"])
         check("hidden_dim", hidden_dim, example=256, at_least=1)
         check("embed_dim", embed_dim, example=256, at_least=1)
         self.feature_dim = int(with_feature_dim(backbone).feature_dim)  # type: ignore[arg-type]
@@ -201,22 +200,25 @@ class SSLMethod(pl.LightningModule):
         self._terms: list[Tensor] = []
         self._in_round = False
 
-    # --- what a method says -------------------------------------------------------------------------------------------
+    # --- what a method defines ----------------------------------------------------------------
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         """The method's own terms for one batch, from embeddings that are already computed."""
         raise NotImplementedError(f"{type(self).__name__} must define loss(batch, z)")
 
     def ema_pairs(self) -> list[EmaPair]:
-        """(online, target, momentum) modules to keep in step; targets must be listed in `private_names`."""
+        """Targets that follow an online network; list the targets in `private_names`."""
         return []
 
     def private_names(self) -> set[str]:
-        """Attributes (modules or buffers) that never leave the client: EMA targets, queues. All else is averaged."""
+        """Attributes that never leave the client, such as EMA targets and queues.
+
+        All other modules and buffers are averaged.
+        """
         return set()
 
     def reset_private(self) -> None:
-        """Private state of a client that has none yet; the global state is already loaded."""
+        """Initializes the private state of a new client; the global state is already loaded."""
         for online, target, _ in self.ema_pairs():
             copy_state(target.state_dict(), online.state_dict())
 
@@ -224,31 +226,40 @@ class SSLMethod(pl.LightningModule):
         """Called with `self.local` set, before the first local epoch."""
 
     def on_local_epoch(self, epoch: int) -> None:
-        """Called before each local epoch; ``epoch`` counts all of this client's epochs since the run began."""
+        """Called before each local epoch.
+
+        Args:
+            epoch: counts all epochs of this client since the run began.
+        """
 
     def on_round_end(self) -> None:
         """Called after the last local epoch, before the state is read."""
 
     def round_metrics(self) -> dict[str, float]:
-        """Numbers about the round just trained, to be shown beside the losses."""
+        """Metrics of the round just trained, logged beside the losses."""
         return {}
 
-    def reserved_images(self, batch_size: int) -> int:
-        """How many of a step's images are not in ``B``: they are the relation batch, or left out to be comparable."""
+    def reserved_images(self, batch_size: int) -> int:  # noqa: ARG002 (for overrides)
+        """How many images of a step are not in ``B``.
+
+        They are the relation batch, or left out so that results are comparable.
+        """
         return 0
 
-    # --- the online network -------------------------------------------------------------------------------------------
+    # --- the online network -------------------------------------------------------------------
 
     def embed(self, x: Tensor) -> Tensor:
         """The paper's ``f(x)``: (n, C, h, w) -> (n, embed_dim).
 
-        Not to be overridden: `FedXMixin` makes its ``F`` of the same two networks. Replace `backbone` or `projector`.
+        Replace `backbone` or `projector` instead of overriding this method, since `FedXMixin`
+        builds its ``F`` from the same two networks.
         """
         return self.projector(self.backbone(x))
 
     def embed_views(self, batch: Views) -> Embeddings:
-        """One forward pass for all views, so that they share BatchNorm statistics."""
-        n, r = len(batch.rows), len(batch.stacked) - 2 * len(batch.rows)
+        """Embeds all views in one forward pass, so that they share BatchNorm statistics."""
+        n = len(batch.rows)
+        r = len(batch.stacked) - 2 * n
         if self.online_views == 1:
             x = batch.first if batch.relation is None else torch.cat([batch.first, batch.relation])
             first, *relation = self.embed(x).split([n, r] if r else [n])
@@ -256,11 +267,11 @@ class SSLMethod(pl.LightningModule):
         return Embeddings(*self.embed(batch.stacked).split([n, n, r] if r else [n, n]))
 
     def compile_networks(self) -> None:
-        """Runs everything that sees images through `torch.compile` from now on; names and weights stay as they are."""
+        """Compiles all networks that see images; names and weights stay as they are."""
         for network in (self.backbone, *(pair.target for pair in self.ema_pairs())):
             network.compile()
 
-    # --- state that travels and state that stays ----------------------------------------------------------------------
+    # --- shared state travels, private state stays --------------------------------------------
 
     def shared_state(self) -> State:
         """Copies of all tensors the server averages."""
@@ -271,16 +282,21 @@ class SSLMethod(pl.LightningModule):
         return {name: t.detach().clone() for name, t in self.kept_tensors().items()}
 
     def kept_tensors(self) -> State:
-        """The private tensors worth keeping between rounds, not copied; all of them unless a method knows better."""
+        """The private tensors to keep between rounds, not copied; all of them by default."""
         return self._split_state()[1]
 
-    def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Becomes a client at the start of a round: the global state, then the client's own.
+    def receive(
+        self,
+        shared: State,
+        private: State | None,
+        absent: int = 0,  # noqa: ARG002 (for overrides)
+    ) -> None:
+        """Loads a client's state at the start of a round.
 
         Args:
-            shared: what the server sent.
-            private: what the client kept, or None the first time.
-            absent: rounds the client missed since it last trained.
+            shared: the global state that the server sent.
+            private: the state that the client kept; None in its first round.
+            absent: rounds that the client missed since it last trained.
         """
         self.load_shared(shared)
         if private is None:
@@ -301,7 +317,7 @@ class SSLMethod(pl.LightningModule):
         return shared, own
 
     def setup(self, stage: str) -> None:
-        """Begins the only round of a plain ``pl.Trainer().fit(method, data)``; in a federation, it has begun."""
+        """Starts the only round of a plain ``pl.Trainer().fit(method, data)``."""
         if stage != "fit" or self._in_round:
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
@@ -318,34 +334,35 @@ class SSLMethod(pl.LightningModule):
         )
 
     def on_fit_end(self) -> None:
-        """The next fit starts another round."""
+        """Ends the round; the next fit starts another one."""
         self._in_round = False
 
     def start_round(self, local: LocalRound) -> Self:
         """Prepares for one `Trainer.fit`."""
-        self.local, self._in_round = local, True
-        self.term_names, self._terms = (), []
+        self.local = local
+        self._in_round = True
+        self.term_names = ()
+        self._terms = []
         self.train()
         self.on_round_start()
         return self
 
     def loss_history(self) -> Tensor:
-        """(steps, 1 + terms) losses of the round: the total, then `term_names` in order. One copy from the device."""
-        return (
-            torch.stack(self._terms).cpu()
-            if self._terms
-            else torch.zeros(0, 1 + len(self.term_names))
-        )
+        """Losses of the round, (steps, 1 + terms): the total, then `term_names` in order."""
+        if not self._terms:
+            return torch.zeros(0, 1 + len(self.term_names))
+        return torch.stack(self._terms).cpu()  # One copy from the device for all steps.
 
-    # --- Lightning ----------------------------------------------------------------------------------------------------
+    # --- Lightning ----------------------------------------------------------------------------
 
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        """Sums the terms and keeps them on the device: no host synchronisation per step."""
+    def training_step(self, batch: Views, batch_idx: int) -> Tensor:  # noqa: ARG002 (Lightning's)
+        """Sums the terms, and keeps them on the device to avoid a synchronization in each step."""
         loss = self.loss(batch, self.embed_views(batch))
         if not isinstance(loss, Loss):
             name = type(self).__name__
             raise UserError(
-                f"{name}.loss returns a {type(loss).__name__}; return Loss({name.lower()}=...), named terms"
+                f"{name}.loss returns a {type(loss).__name__}; "
+                f"return Loss({name.lower()}=...), named terms"
             )
         self.term_names = self.term_names or tuple(loss)
         if tuple(loss) != self.term_names:
@@ -361,19 +378,19 @@ class SSLMethod(pl.LightningModule):
         """Counts epochs over all rounds, which `trainer.current_epoch` does not."""
         self.on_local_epoch(self.local.epochs_before + self.trainer.current_epoch)
 
-    def on_train_batch_end(self, outputs: Any, batch: Views, batch_idx: int) -> None:
-        """EMA in place, after the optimiser's step."""
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Updates the EMA targets in place, after the optimizer's step."""
         for pair in self.ema_pairs():
             update_ema(pair)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """A fresh SGD over what is trainable."""
+        """A new SGD optimizer of all trainable parameters."""
         lr = self.optim.lr_at(self.local.round, self.local.rounds)
         trainable = [p for p in self.parameters() if p.requires_grad]
         momentum, decay = self.optim.momentum, self.optim.weight_decay
         optimizer = torch.optim.SGD(trainable, lr, momentum, weight_decay=decay, fused=True)
-        # The fused kernel wants all momenta or none: a head whose gradients begin later than the others' would stop it.
-        # Starting from zero is what a first step does anyway.
+        # The fused kernel takes all momenta or none, and would fail for a head whose gradients
+        # begin later than the others'. Starting from zero is what a first step does anyway.
         for parameter in trainable if momentum else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
@@ -385,11 +402,11 @@ def mlp(
     out_dim: int,
     *,
     batchnorm: bool = False,
-    standardised: bool = False,
+    standardized: bool = False,
 ) -> nn.Module:
-    """Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights): the shape of every head in the paper."""
+    """A head as in the paper: Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights)."""
     hidden = nn.BatchNorm1d(hidden_dim) if batchnorm else None
-    output = nn.BatchNorm1d(out_dim, affine=False) if standardised else None
+    output = nn.BatchNorm1d(out_dim, affine=False) if standardized else None
     return ProjectionHead(
         [(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)]
     )
@@ -397,7 +414,10 @@ def mlp(
 
 @torch.no_grad()
 def update_ema(pair: EmaPair) -> None:
-    """Moves the target's parameters towards the online ones in place; its BatchNorm statistics are its own."""
+    """Moves the target's parameters towards the online ones in place.
+
+    BatchNorm statistics are left alone.
+    """
     torch._foreach_lerp_(
         tuple(pair.target.parameters()), tuple(pair.online.parameters()), 1 - pair.momentum
     )

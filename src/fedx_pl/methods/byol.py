@@ -13,11 +13,11 @@ from fedx_pl.options import check
 
 
 class BYOL(SSLMethod):
-    """Predict the target network's embedding of the other view; no negatives.
+    """Predicts the target network's embedding of the other view; there are no negatives.
 
-    Online backbone, projector and predictor are averaged; the target network stays with the client and is kept across
-    rounds. A client that missed a round starts its target anew from the global model: an old target would pull the
-    client back to where the federation was.
+    The online backbone, projector and predictor are averaged. The target network stays with the
+    client between rounds. After a missed round it is reset to the global model, since an old target
+    would pull the client back to where the federation was.
     """
 
     def __init__(self, backbone: nn.Module, *, momentum: float = 0.99, **base: Any) -> None:
@@ -25,24 +25,24 @@ class BYOL(SSLMethod):
 
         Args:
             backbone: see `SSLMethod`.
-            momentum: of the target's moving average.
+            momentum: momentum of the target's moving average.
             base: keyword arguments of `SSLMethod`.
         """
         check("momentum", momentum, example=0.99, at_least=0, at_most=1)
         super().__init__(backbone, **base)
         self.momentum = momentum
-        # BYOL's heads have a BatchNorm, unlike the contrastive methods': without it the targets collapse easily. z is
-        # standardised: nothing in BYOL's loss keeps the z of different images apart, and FedX's relational terms draw
-        # them together.
+        # BYOL's heads have a BatchNorm, unlike those of contrastive methods: without it the
+        # targets collapse easily. z is standardized, because nothing in BYOL's loss keeps the z of
+        # different images apart, and FedX's relational terms draw them together.
         self.projector = mlp(
-            self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardised=True
+            self.feature_dim, self.hidden_dim, self.embed_dim, batchnorm=True, standardized=True
         )
         self.predictor = mlp(self.embed_dim, self.hidden_dim, self.embed_dim, batchnorm=True)
         self.target = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector))
         deactivate_requires_grad(self.target)
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """``2 - 2 cos``, symmetrised over the two views."""
+        """``2 - 2 cos``, symmetrized over the two views."""
         n = len(batch.first)
         prediction = self.predictor(torch.cat([z.first, z.second]))
         with torch.no_grad():
@@ -53,15 +53,15 @@ class BYOL(SSLMethod):
         )
 
     def ema_pairs(self) -> list[EmaPair]:
-        """The target follows backbone and projector."""
+        """The target follows the backbone and the projector."""
         return [EmaPair(nn.Sequential(self.backbone, self.projector), self.target, self.momentum)]
 
     def private_names(self) -> set[str]:
-        """The target network stays at home."""
+        """The target network stays with the client."""
         return super().private_names() | {"target"}
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Forgets the target after an absence; what else the client keeps, a mixin's state for instance, stays."""
+        """Resets the target after an absence; other private state, e.g. of a mixin, is kept."""
         super().receive(shared, private, absent)
         if absent:
             SSLMethod.reset_private(self)

@@ -12,10 +12,11 @@ from fedx_pl.methods.byol import BYOL
 
 
 class FedU(BYOL):
-    """A client whose encoder moved far in its last round keeps its own predictor instead of the averaged one.
+    """A client whose encoder moved far in its last round keeps its own predictor.
 
-    ``d`` is the mean over convolutions of the L2 change during local training; ``d < mu`` takes the global predictor.
-    The threshold depends on the network's scale, so ``divergence`` is recorded with the losses.
+    ``d`` is the L2 change of a convolution during local training, averaged over convolutions. A
+    client with ``d < mu`` takes the averaged predictor. The right threshold depends on the scale of
+    the network, so ``divergence`` is logged with the losses.
     """
 
     def __init__(self, backbone: nn.Module, *, mu: float = 0.4, **byol: Any) -> None:
@@ -23,7 +24,7 @@ class FedU(BYOL):
 
         Args:
             backbone: see `SSLMethod`.
-            mu: divergence from which on the local predictor is kept.
+            mu: smallest divergence at which the local predictor is kept.
             byol: keyword arguments of `BYOL`.
         """
         super().__init__(backbone, **byol)
@@ -35,16 +36,16 @@ class FedU(BYOL):
         self._at_start: list[Tensor] = []
 
     def private_names(self) -> set[str]:
-        """The own predictor and the last divergence stay at home, beside the target."""
+        """The client's predictor and last divergence stay with it, like the target."""
         return super().private_names() | {"own_predictor", "divergence"}
 
     def reset_private(self) -> None:
-        """A newcomer takes the global predictor."""
+        """Takes the global predictor."""
         super().reset_private()
         self._take_global_predictor()
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Puts the own predictor back in place if the client had diverged in the round before."""
+        """Restores the client's own predictor if it diverged in its last round."""
         super().receive(shared, private, absent)
         if absent:
             self._take_global_predictor()
@@ -56,12 +57,12 @@ class FedU(BYOL):
         self.divergence.zero_()
 
     def on_round_start(self) -> None:
-        """Remembers where the convolutions started."""
+        """Keeps the weights that the convolutions start from."""
         super().on_round_start()
         self._at_start = [weight.detach().clone() for weight in self._convolutions()]
 
     def on_round_end(self) -> None:
-        """Measures how far they went, and keeps the predictor."""
+        """Measures the change of the convolutions, and keeps the predictor."""
         super().on_round_end()
         moved = [
             torch.linalg.vector_norm(now.detach() - start.to(now.device))
@@ -71,7 +72,7 @@ class FedU(BYOL):
         copy_state(self.own_predictor.state_dict(), self.predictor.state_dict())
 
     def round_metrics(self) -> dict[str, float]:
-        """``d`` of the round just trained."""
+        """The divergence ``d`` of the round just trained."""
         return super().round_metrics() | {"divergence": float(self.divergence)}
 
     def _convolutions(self) -> list[Tensor]:

@@ -14,10 +14,10 @@ from fedx_pl.options import check
 
 
 class MoCo(SSLMethod):
-    """Contrast each query with its momentum key and a queue of older keys.
+    """Contrasts each query with its momentum key and a queue of older keys.
 
-    The query network is averaged. The key network starts each round as a copy of it, so it need not be kept; the queue
-    is the client's own and is kept between rounds.
+    The query network is averaged. The key network starts each round as a copy of it and is not
+    kept. The queue belongs to the client and is kept between rounds.
     """
 
     online_views = 1
@@ -37,9 +37,9 @@ class MoCo(SSLMethod):
         Args:
             backbone: see `SSLMethod`.
             version: 1 is a linear head, 2 an MLP head.
-            momentum: of the key network's moving average.
+            momentum: momentum of the key network's moving average.
             queue_size: keys kept at most; a client with fewer images keeps fewer (`capacity`).
-            tau: temperature; the FedX paper has 0.1 for all objectives. 0 takes the version's own, .07 or .2.
+            tau: temperature; 0 takes that of the version, .07 or .2.
             base: keyword arguments of `SSLMethod`.
         """
         check("version", version, choices=(1, 2))
@@ -60,7 +60,7 @@ class MoCo(SSLMethod):
         self.capacity = queue_size
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """InfoNCE of the queries ``first`` against the keys of ``second``, which then join the queue."""
+        """InfoNCE of the queries ``first`` against the keys of ``second``, which join the queue."""
         key = self.keys(batch.second)
         # A copy: the queue changes below, before the backward pass reads it.
         loss = info_nce(z.first, key, self.queue[: self.capacity].clone(), tau=self.tau)
@@ -69,7 +69,7 @@ class MoCo(SSLMethod):
 
     @torch.no_grad()
     def keys(self, x: Tensor) -> Tensor:
-        """Normalised momentum embeddings, (n, C, h, w) -> (n, d)."""
+        """Normalized momentum embeddings, (n, C, h, w) -> (n, d)."""
         return F.normalize(self.key(x).float(), dim=1)
 
     @torch.no_grad()
@@ -85,32 +85,32 @@ class MoCo(SSLMethod):
         return [EmaPair(nn.Sequential(self.backbone, self.projector), self.key, self.momentum)]
 
     def private_names(self) -> set[str]:
-        """Key network and queue stay at home."""
+        """The key network and the queue stay with the client."""
         return super().private_names() | {"key", "queue", "queue_next"}
 
     def kept_tensors(self) -> State:
-        """Only the queue is kept: the key network is the query network again at the next round's start."""
+        """The queue; the key network starts the next round as a copy of the query network."""
         return {
             name: t for name, t in super().kept_tensors().items() if not name.startswith("key.")
         }
 
     def reset_private(self) -> None:
-        """An empty queue is random directions, as in the original."""
+        """Fills the queue with random directions, as in the original."""
         super().reset_private()
         self.queue.copy_(F.normalize(torch.randn_like(self.queue), dim=1))
         self.queue_next.zero_()
 
     def receive(self, shared: State, private: State | None, absent: int = 0) -> None:
-        """Starts the round with key = query."""
+        """Makes the key network a copy of the query network."""
         super().receive(shared, private, absent)
         for online, target, _ in self.ema_pairs():
             copy_state(target.state_dict(), online.state_dict())
 
     def on_round_start(self) -> None:
-        """Shrinks the queue for small clients: one longer than the data would hold each query's own older key.
+        """Shrinks the queue for small clients, where it would hold each query's own older key.
 
-        Fewer, not none: each epoch is shuffled anew, so about half of the queries still find theirs among the
-        ``n - batch`` latest keys.
+        Some still find theirs: each epoch is shuffled anew, so that about half of the queries have
+        an older key among the ``n - batch`` latest ones.
         """
         super().on_round_start()
         n, batch = self.local.data.num_images, self.local.data.batch_size

@@ -1,4 +1,4 @@
-"""ProtoCL, the paper's name for PCL (Li et al., 2021): MoCo plus prototypes."""
+"""ProtoCL, the paper's name for PCL (Li et al., 2021): MoCo with prototypes."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fedx_pl.seeding import derive
 
 
 class Clustering(NamedTuple):
-    """One granularity of a client's images; it never leaves the client."""
+    """A clustering of a client's images at one granularity; it never leaves the client."""
 
     prototypes: Tensor  # (k, d)
     cluster: Tensor  # (N,) which prototype each image belongs to
@@ -23,10 +23,11 @@ class Clustering(NamedTuple):
 
 
 class ProtoCL(MoCo):
-    """MoCo's InfoNCE, and ProtoNCE against clusters of the client's own images.
+    """Adds ProtoNCE against clusters of the client's own images to MoCo's InfoNCE.
 
-    Clusters are made anew before every local epoch from momentum features of un-augmented images, once the client has
-    trained for ``warmup_epochs``. Their number follows the client's size.
+    The images are clustered before every local epoch, by momentum features without augmentation,
+    once the client has trained for ``warmup_epochs``. The number of clusters follows the number of
+    images.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ProtoCL(MoCo):
         self.clusterings: list[Clustering] = []
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """MoCo's loss and the mean prototype term over all granularities."""
+        """MoCo's loss, and the prototype term averaged over all granularities."""
         terms = [
             proto_nce(z.first, c.prototypes, c.cluster[batch.rows], concentration=c.concentration)
             for c in self.clusterings
@@ -74,7 +75,7 @@ class ProtoCL(MoCo):
         """Clusters the client's images on momentum features."""
         super().on_local_epoch(epoch)
         counts = [self.local.data.num_images // size for size in self.cluster_sizes]
-        counts = [k for k in counts if k >= 2]  # One cluster tells nothing.
+        counts = [k for k in counts if k >= 2]  # One cluster says nothing.
         if epoch < self.warmup_epochs or not counts:
             return
         self.key.eval()
@@ -89,12 +90,12 @@ class ProtoCL(MoCo):
 
 @torch.no_grad()
 def cluster(features: Tensor, k: int, temperature: float, generator: torch.Generator) -> Clustering:
-    """k-means and the concentration of each cluster.
+    """Runs k-means and computes the concentration phi of each cluster.
 
-    phi = mean distance / log(size + 10); clusters of at most one image get the largest; clipped to the 10th and 90th
-    percentile; scaled to a mean of ``temperature``.
+    phi is the mean distance / log(size + 10). Clusters of at most one image get the largest phi.
+    All are clipped to the 10th and 90th percentile, and scaled to a mean of ``temperature``.
     """
-    centres, assigned, distance = k_means(features, k, generator)
+    centers, assigned, distance = k_means(features, k, generator)
     size = torch.bincount(assigned, minlength=k)
     phi = features.new_zeros(k).index_add_(0, assigned, distance) / (
         size.clamp(min=1) * torch.log(size + 10.0)
@@ -103,46 +104,44 @@ def cluster(features: Tensor, k: int, temperature: float, generator: torch.Gener
     low, high = torch.quantile(phi, phi.new_tensor([0.1, 0.9]))
     phi = phi.clamp(low, high)
     # Identical images make phi vanish: every cluster then has the plain temperature.
-    phi = (
-        torch.where(phi.mean() > 0, phi / phi.mean().clamp(min=1e-12), torch.ones_like(phi))
-        * temperature
-    )
-    return Clustering(F.normalize(centres, dim=1), assigned, phi)
+    relative = phi / phi.mean().clamp(min=1e-12)
+    phi = torch.where(phi.mean() > 0, relative, torch.ones_like(phi)) * temperature
+    return Clustering(F.normalize(centers, dim=1), assigned, phi)
 
 
 def k_means(
     x: Tensor, k: int, generator: torch.Generator, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lloyd's algorithm from random images.
+    """Runs Lloyd's algorithm from random points.
 
     It takes 4 % of a round with clustering (profile=cpu, method.warmup_epochs=0, one thread), so
     scikit-learn's, about twice as fast, would hardly show.
 
     Args:
         x: (N, d) points.
-        k: clusters.
-        generator: of x's device.
-        iterations: of assignment and update.
+        k: number of clusters.
+        generator: random numbers, on the device of x.
+        iterations: how often points are assigned and centers updated.
 
     Returns:
-        Centres (k, d), each point's cluster (N,) and its distance to the centre (N,).
+        Centers (k, d), each point's cluster (N,) and its distance to the center (N,).
     """
-    centres = x[torch.randperm(len(x), generator=generator, device=x.device)[:k]].clone()
+    centers = x[torch.randperm(len(x), generator=generator, device=x.device)[:k]].clone()
     before = torch.empty(0, dtype=torch.int64, device=x.device)
     for _ in range(iterations):
-        _, assigned = _nearest(x, centres)
+        _, assigned = _nearest(x, centers)
         if torch.equal(assigned, before):
-            break  # The centres would stay as they are, too.
+            break  # The centers would stay as they are, too.
         before = assigned
         size = torch.bincount(assigned, minlength=k)
-        sums = torch.zeros_like(centres).index_add_(0, assigned, x)
-        # An emptied cluster keeps its centre.
-        centres = torch.where((size > 0)[:, None], sums / size.clamp(min=1)[:, None], centres)
-    distance, assigned = _nearest(x, centres)
-    return centres, assigned, distance
+        sums = torch.zeros_like(centers).index_add_(0, assigned, x)
+        # An emptied cluster keeps its center.
+        centers = torch.where((size > 0)[:, None], sums / size.clamp(min=1)[:, None], centers)
+    distance, assigned = _nearest(x, centers)
+    return centers, assigned, distance
 
 
-def _nearest(x: Tensor, centres: Tensor, rows: int = 8192) -> tuple[Tensor, Tensor]:
-    """Distance to and index of the nearest centre, in chunks so that N x k never stands in memory at once."""
-    nearest = [torch.cdist(chunk, centres).min(dim=1) for chunk in x.split(rows)]
+def _nearest(x: Tensor, centers: Tensor, rows: int = 8192) -> tuple[Tensor, Tensor]:
+    """Distance to and index of the nearest center, in chunks: N x k distances would be large."""
+    nearest = [torch.cdist(chunk, centers).min(dim=1) for chunk in x.split(rows)]
     return torch.cat([n.values for n in nearest]), torch.cat([n.indices for n in nearest])

@@ -10,7 +10,7 @@ from fedx_pl.options import check
 
 
 class SimCLR(SSLMethod):
-    """Contrast the two views of an image against all other views of the batch."""
+    """Contrasts the two views of an image against all other views of the batch."""
 
     def __init__(self, backbone: nn.Module, *, tau: float = 0.1, **base: Any) -> None:
         """Sets the temperature.
@@ -24,6 +24,6 @@ class SimCLR(SSLMethod):
         super().__init__(backbone, **base)
         self.tau = tau
 
-    def loss(self, batch: Views, z: Embeddings) -> Loss:
+    def loss(self, batch: Views, z: Embeddings) -> Loss:  # noqa: ARG002 (needs only z)
         """NT-Xent over 2n views."""
         return Loss(contrastive=nt_xent(z.first, z.second, self.tau))

@@ -1,4 +1,4 @@
-"""What all mixins share: they come before the method, and hold frozen networks outside the module's tree."""
+"""The base of all mixins, which come before the method and hold frozen networks."""
 
 from typing import Any
 
@@ -12,45 +12,46 @@ class Mixin(SSLMethod):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
-        own = [
-            i for i, base in enumerate(order) if "loss" in vars(base) and issubclass(base, Mixin)
-        ]
-        last = max(own, default=0)
-        if early := [
-            base for base in order[1:last] if "loss" in vars(base) and not issubclass(base, Mixin)
-        ]:
-            mixin, bases = order[last].__name__, ", ".join(base.__name__ for base in cls.__bases__)
+        with_loss = [i for i, base in enumerate(order) if "loss" in vars(base)]
+        last = max((i for i in with_loss if issubclass(order[i], Mixin)), default=0)
+        early = [i for i in with_loss if 0 < i < last and not issubclass(order[i], Mixin)]
+        if early:
+            mixin, method = order[last].__name__, order[early[0]].__name__
+            bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
-                f"{mixin} must come first: class {cls.__name__}({mixin}, {early[0].__name__}), not ({bases})"
+                f"{mixin} must come first: class {cls.__name__}({mixin}, {method}), not ({bases})"
             )
 
     def teachers(self) -> list[Frozen]:
-        """The frozen networks, for those who move and compile them."""
+        """The frozen networks, which are moved and compiled with the module."""
         return []
 
     def refresh_teachers(self) -> None:
-        """Makes the frozen networks what they are in the round that begins; all that a mixin's loss needs of it."""
+        """Updates the frozen networks for the round that begins."""
 
     def on_round_start(self) -> None:
-        """Refreshes the teachers."""
+        """Updates the teachers."""
         super().on_round_start()
         self.refresh_teachers()
 
     def compile_networks(self) -> None:
-        """The teachers too."""
+        """Compiles the teachers, too."""
         super().compile_networks()
         for teacher in self.teachers():
             teacher.compile()
 
     def on_train_start(self) -> None:
-        """Lightning has moved the module by now; teachers are outside of it and follow by hand."""
+        """Moves the teachers to the device of the module, which they are not part of."""
         super().on_train_start()
         for teacher in self.teachers():
             teacher.to(self.device)
 
 
 def wrap(mixin: type[Mixin], method: type[SSLMethod]) -> type[SSLMethod]:
-    """``class FedXBYOL(FedXMixin, BYOL)``, for methods that are only known by name; itself if it has the mixin."""
+    """The class that ``class FedXBYOL(FedXMixin, BYOL)`` would define, for any method.
+
+    A method that has the mixin already is returned as it is.
+    """
     if issubclass(method, mixin):
         return method
     prefix = mixin.__name__.removesuffix("Mixin")

@@ -1,10 +1,9 @@
-"""FedCA (Zhang et al., 2020) without its dictionary, which would share features of the clients' images.
+"""FedCA (Zhang et al., 2020) without its dictionary, which would share features of images.
 
-What is left is the alignment module: all clients are drawn towards one frozen base encoder, trained beforehand on
-public images, so that their embedding spaces do not part.
+What remains is the alignment module: all clients are drawn towards one frozen base encoder, trained
+on public images, so that their embedding spaces stay together.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,21 @@ from fedx_pl.files.store import load_record
 from fedx_pl.losses import alignment
 from fedx_pl.methods.base import Embeddings, Loss, State, Views
 from fedx_pl.mixins.base import Mixin
+from fedx_pl.mixins.options import FedCAOptions
 from fedx_pl.mixins.teacher import Frozen, copy_network
-from fedx_pl.options import OptionError, Options, option
-
-
-@dataclass(frozen=True)
-class FedCAOptions(Options):
-    """The alignment term."""
-
-    enabled: bool = option(False, "add FedCA's alignment to the method (short: fedca=true)")
-    beta: float = option(1.0, "its weight", at_least=0)
-    base: str = option("", "run folder of the base encoder, trained on public images")
+from fedx_pl.options import OptionError
 
 
 class FedCAMixin(Mixin):
-    """Adds the squared distance of unit vectors, on the first view, to the embedding of the base encoder."""
+    """Adds the squared distance of the first view's embedding from that of the base encoder."""
 
     def __init__(self, *args: Any, fedca: FedCAOptions | None = None, **kwargs: Any) -> None:
         """Loads the base encoder.
 
         Args:
-            args: of the method.
+            args: arguments of the method.
             fedca: weight, and where the base encoder is.
-            kwargs: of the method.
+            kwargs: keyword arguments of the method.
         """
         super().__init__(*args, **kwargs)
         self.fedca = options_of("fedca", fedca, FedCAOptions)
@@ -61,7 +52,7 @@ class FedCAMixin(Mixin):
         self._fedca_base.refresh(nn.Sequential(network["backbone"], network["projector"]))
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """The method's own terms and the alignment."""
+        """The method's own terms, and the alignment."""
         distance = alignment(z.first, self._fedca_base(batch.first))
         return super().loss(batch, z) | Loss(alignment=self.fedca.beta * distance)
 

@@ -3,19 +3,20 @@
     class FedXBYOL(FedXMixin, BYOL):
         pass
 
-The method's own loss is the paper's local contrastive loss. The mixin adds three terms, from embeddings ``z`` of the
-batch, of its second views and of an independent relation batch ``B_r``:
+The method's own loss is the paper's local contrastive loss. The mixin adds three terms. They
+compare embeddings ``z`` of the batch, of its second views and of an independent relation batch
+``B_r``:
 
     local_relation    Eq. 5    both views have the same relations to B_r, seen by the local model f
     global_contrast   Eq. 7    h(f(x)) finds F(x~) among the others
     global_relation   Eq. 9    both views, after h, have the same relations to B_r as F sees it
 
-``F`` is the global model the round started from: frozen, in eval mode (but for round 1, see `Frozen.refresh`), and no
-part of this module's tree, so that it is neither optimized nor averaged nor saved. ``h`` is a head of its own, never a
-method's predictor.
+``F`` is the global model that the round started from. It is frozen and in eval mode (except in
+round 1, see `Frozen.refresh`). It is not a submodule, so it is neither optimized nor averaged nor
+saved. ``h`` is a separate head, never a method's predictor.
 
-With ``relation=queue`` there is no second batch: relations are to the latest embeddings, f's own and F's, of the
-images of earlier steps. That saves a third of f's work and half of F's.
+With ``relation=queue`` there is no second batch: relations are to the latest embeddings, by f and
+by F, of images of earlier steps. That saves a third of f's work and half of F's.
 """
 
 from typing import Any, NamedTuple
@@ -27,17 +28,17 @@ from fedx_pl.errors import options_of
 from fedx_pl.losses import global_contrast, nt_xent, relational
 from fedx_pl.methods.base import Embeddings, Loss, Views, mlp
 from fedx_pl.mixins.base import Mixin
-from fedx_pl.mixins.fedx_options import FedXOptions
+from fedx_pl.mixins.options import FedXOptions
 from fedx_pl.mixins.relation_queue import RelationQueue
 from fedx_pl.mixins.teacher import Frozen
 
 
 class Seen(NamedTuple):
-    """What a step's terms compare embeddings with; empty where no term uses it."""
+    """The tensors that a step's terms compare embeddings with; empty where no term uses one."""
 
     second: Tensor  # F(x~)
-    anchors: Tensor  # what relations are taken to, as f sees it: z_r, or its queue
-    teacher_anchors: Tensor  # the same as F sees it
+    anchors: Tensor  # f's embeddings that relations are taken to: z_r, or its queue
+    teacher_anchors: Tensor  # the same by F
 
 
 class FedXMixin(Mixin):
@@ -49,13 +50,13 @@ class FedXMixin(Mixin):
         """Adds the head ``h``.
 
         Args:
-            args: of the method.
+            args: arguments of the method.
             fedx: weights and variants; the paper's by default.
-            kwargs: of the method.
+            kwargs: keyword arguments of the method.
         """
         super().__init__(*args, **kwargs)
         self.fedx = options_of("fedx", fedx, FedXOptions)
-        self.now = self.fedx  # what counts in this round
+        self.now = self.fedx  # the options of this round
         self.relation_batch = self.fedx.relational and self.fedx.relation == "batch"
         self.fedx_head = (
             mlp(self.embed_dim, self.embed_dim, self.embed_dim) if self.fedx.head else nn.Identity()
@@ -64,8 +65,10 @@ class FedXMixin(Mixin):
         self.relation_queue: RelationQueue | None = None
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """The method's own terms, untouched but for their weight, and FedX's three."""
-        w, seen, terms = self.now, self._see(batch, z), Loss()
+        """The method's own terms with their weight, and FedX's three."""
+        w = self.now
+        seen = self._see(batch, z)
+        terms = Loss()
         if w.local_contrast > 0:
             terms |= super().loss(batch, z) * w.local_contrast
         if w.local_relation > 0:
@@ -86,11 +89,11 @@ class FedXMixin(Mixin):
         return terms
 
     def reserved_images(self, batch_size: int) -> int:
-        """The relation batch ``B_r``; with a queue it is left out, so that ``B`` is as large."""
+        """The size of the relation batch, which a queue leaves out, so that ``B`` is as large."""
         return self.fedx.reserved(batch_size)
 
     def _see(self, batch: Views, z: Embeddings) -> Seen:
-        """Runs F on what a term uses, in one forward pass."""
+        """Runs F on the views that a term uses, in one forward pass."""
         if self.fedx.relational and not self.relation_batch:
             return self._see_queue(batch, z)
         n, none = len(batch.rows), z.first.new_empty(0)
@@ -103,7 +106,7 @@ class FedXMixin(Mixin):
         return Seen(g[: 2 * n - first], anchors, g[2 * n - first :])
 
     def _see_queue(self, batch: Views, z: Embeddings) -> Seen:
-        """F(x~), and the queue as it is before this step's embeddings of x~ join it."""
+        """F(x~), and the queue before this step's embeddings of x~ join it."""
         if self.relation_queue is None:
             data = self.local.data
             sample = self.global_model(data.plain_sample(len(batch.rows)))
@@ -116,12 +119,12 @@ class FedXMixin(Mixin):
         return Seen(z.first.new_empty(0) if g is None else g, before.local, before.teacher)
 
     def refresh_teachers(self) -> None:
-        """Freezes the model that was just received as F."""
+        """Freezes the received model as F."""
         super().refresh_teachers()
         self.now = self.fedx.in_round(self.local.round)
         self.global_model.refresh(nn.Sequential(self.backbone, self.projector))
         self.relation_queue = None
 
     def teachers(self) -> list[Frozen]:
-        """F."""
+        """The global model F."""
         return [*super().teachers(), self.global_model]

@@ -1,4 +1,4 @@
-"""FedX's relations to earlier steps: the latest embeddings, f's own and F's, instead of a second batch."""
+"""A queue of the latest embeddings by f and by F, which replaces FedX's relation batch."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ from torch import Tensor
 class RelationQueue(NamedTuple):
     """Embeddings of the second views of earlier steps, newest first; unit length, float32.
 
-    A step makes a new queue and does not write into the old one: the backward pass still reads that.
+    A step makes a new queue instead of writing into the old one, which the backward pass still
+    reads.
     """
 
     local: Tensor  # (k, d), as f saw them
@@ -19,21 +20,27 @@ class RelationQueue(NamedTuple):
     @classmethod
     @torch.no_grad()
     def filled(cls, z: Tensor, length: int) -> "RelationQueue":
-        """A queue before the first step, when f still is F: both have the same view of some images.
+        """The queue before the first step, when f and F are the same.
 
-        Few images, again and again until the queue is full: a relation to an image that is there four times is four
-        times a quarter, and a whole queue of images would cost as much as several steps.
+        A few images are repeated until the queue is full. An image that is there four times has
+        four relations of a quarter each. Embedding as many images as the queue holds would cost as
+        much as several steps.
 
         Args:
             z: (n, d) embeddings.
-            length: k.
+            length: k, the length of the queue.
         """
         repeated = _unit(z).repeat(-(-length // len(z)), 1)[:length]
         return cls(repeated, repeated)
 
     @torch.no_grad()
     def pushed(self, local: Tensor, teacher: Tensor | None) -> "RelationQueue":
-        """The queue with the newest embeddings in front; the oldest fall out. Without F's, only f's move."""
+        """The queue with new embeddings in front, without the oldest ones.
+
+        Args:
+            local: (n, d) embeddings by f.
+            teacher: (n, d) embeddings by F; None leaves F's part of the queue as it is.
+        """
         return RelationQueue(
             _join(local, self.local),
             self.teacher if teacher is None else _join(teacher, self.teacher),
@@ -41,7 +48,7 @@ class RelationQueue(NamedTuple):
 
 
 def _join(new: Tensor, queue: Tensor) -> Tensor:
-    """Normalized, so that half precision loses nothing by it."""
+    """Normalizes the new embeddings and puts them in front."""
     return torch.cat([_unit(new), queue])[: len(queue)]
 
 

@@ -1,4 +1,4 @@
-"""A frozen copy of a network that only looks: no gradients, eval mode, BatchNorm folded into the layers before it."""
+"""An inference-only copy of a network, with BatchNorm folded into the layers before it."""
 
 import copy
 
@@ -12,24 +12,22 @@ State = dict[str, Tensor]
 
 
 class Frozen:
-    """Follows another network by `refresh`, in place, and is called like it.
+    """A frozen copy of a network, which `refresh` updates in place.
 
-    Not an `nn.Module`, so that a module may hold it as an attribute without training, averaging or saving it.
+    It is not an `nn.Module`, so that a module can hold it without training, averaging or saving it.
     """
 
     def __init__(self) -> None:
         """Starts empty; `refresh` makes the copy."""
         self.network: nn.Module | None = None
-        self._folded: list[
-            tuple[str, str]
-        ] = []  # names of a layer and the BatchNorm folded into it
-        self._unfolded: nn.Module | None = None  # to check the folded network by, once
+        self._folded: list[tuple[str, str]] = []  # names of layers and their folded BatchNorms
+        self._unfolded: nn.Module | None = None  # to check the folded network once
         self._may_fold = True
         self._compiled = False
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """The copy's output."""
+        """The output of the copy."""
         assert self.network is not None, "refresh() makes the copy"
         if self._unfolded is not None:
             self._check(x)
@@ -37,10 +35,10 @@ class Frozen:
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
-        """Becomes what ``source`` is now.
+        """Copies the weights of ``source``.
 
-        Where BatchNorm has seen no batch yet, its initial statistics (0 and 1) would give all images nearly the same
-        embedding; until it has, the copy uses the statistics of the batch it looks at.
+        The initial statistics of a BatchNorm (0 and 1) would give all images nearly the same
+        embedding. So a copy of a BatchNorm that has seen no batch yet uses those of its input.
         """
         has_statistics = _tracked(source)
         fold = self._may_fold and all(has_statistics.values())
@@ -61,12 +59,12 @@ class Frozen:
             self.network.get_submodule(name).train(not known)
 
     def compile(self) -> None:
-        """Runs the copy through `torch.compile` from now on."""
+        """Compiles the copy."""
         self._compiled = True
         self._compile()
 
     def _compile(self) -> None:
-        # Not before the fold has been tried: it would only be compiled again.
+        # Not before folding was tried, after which it would have to be compiled again.
         if self._compiled and self.network is not None and not self._may_fold:
             self.network.compile()
 
@@ -77,7 +75,7 @@ class Frozen:
                 network.to(device)
 
     def _start(self, network: nn.Module, *, fold: bool) -> None:
-        """Begins with a copy of the source, with foldable BatchNorms taken out or not."""
+        """Takes a copy of the source, and removes foldable BatchNorms if wanted."""
         self.network, self._folded = network, foldable_pairs(network) if fold else []
         self._unfolded = copy.deepcopy(network) if self._folded else None
         for layer, norm in self._folded:
@@ -91,9 +89,10 @@ class Frozen:
         self._compile()
 
     def _check(self, x: Tensor) -> None:
-        """Compares with the unfolded copy on the first real batch, and goes on with that one if they differ.
+        """Compares with the unfolded copy on the first real batch, and takes that if they differ.
 
-        Tied weights, a weight that is also used elsewhere or a BatchNorm over another axis cannot be seen in a trace.
+        A trace does not show tied weights, weights that are also used elsewhere, or a BatchNorm
+        over another axis.
         """
         unfolded, self._unfolded = self._unfolded, None
         assert self.network is not None
@@ -106,9 +105,10 @@ class Frozen:
 
 
 def copy_network(network: nn.Module) -> nn.Module:
-    """A deep copy, also of a network with old-style weight normalization, such as lightly's DINOProjectionHead.
+    """A deep copy, even of a network with old-style weight normalization.
 
-    Its layers hold a weight that is computed before each forward pass; autograd's results cannot be deep-copied.
+    Layers such as those of lightly's DINOProjectionHead hold a weight that is computed before each
+    forward pass, and results of autograd cannot be deep-copied.
     """
     attributes = [value for module in network.modules() for value in vars(module).values()]
     results = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
@@ -116,18 +116,17 @@ def copy_network(network: nn.Module) -> nn.Module:
 
 
 def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
-    """Names of layers and of the BatchNorms that are the only ones to see their output.
+    """Names of layers and of the BatchNorms that alone use their output.
 
-    A network whose ``forward`` depends on values cannot be traced; nothing is folded then, and it runs all the same.
+    Nothing is folded in a network that cannot be traced because its ``forward`` depends on values.
 
     Args:
         network: in the mode, train or eval, in which it will run.
     """
     try:
-        nodes = (
-            fx.Tracer().trace(copy.deepcopy(network)).nodes
-        )  # A copy: compiled modules cannot be traced.
-    except Exception:  # Tracing runs foreign code on stand-ins for tensors: it may fail in any way.
+        # A copy, since compiled modules cannot be traced.
+        nodes = fx.Tracer().trace(copy.deepcopy(network)).nodes
+    except Exception:  # Tracing runs a user's code on proxies of tensors: it may fail in any way.
         return []
     calls = [str(node.target) for node in nodes if node.op == "call_module"]
     modules, state = dict(network.named_modules()), network.state_dict()
@@ -139,14 +138,14 @@ def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
         layer, norm = str(before.target), str(node.target)
         once = calls.count(layer) == calls.count(norm) == 1
         fits = isinstance(modules[layer], _Layer) and isinstance(modules[norm], _BatchNorm)
-        # A layer with weight normalisation has no `weight` of its own.
+        # A layer with weight normalization has no `weight` of its own.
         if once and fits and f"{layer}.weight" in state and f"{norm}.running_mean" in state:
             pairs.append((layer, norm))
     return pairs
 
 
 def _tracked(network: nn.Module) -> dict[str, bool]:
-    """Whether each BatchNorm that keeps statistics has seen a batch; one question to the device, not one per layer."""
+    """Whether each BatchNorm that keeps statistics has seen a batch; synchronizes only once."""
     counters = {
         name: module.num_batches_tracked
         for name, module in network.named_modules()
@@ -163,7 +162,10 @@ def _copy(source: nn.Module) -> nn.Module:
 
 
 def _fold(source: State, layer: str, norm: str, eps: float, into: State) -> None:
-    """``into`` computes norm(layer(x)) in its ``layer``: channels scaled by gamma / sqrt(var + eps), then shifted."""
+    """Folds a BatchNorm: ``layer`` of ``into`` computes norm(layer(x)).
+
+    Its channels are scaled by gamma / sqrt(var + eps), then shifted.
+    """
     scale = torch.rsqrt(source[f"{norm}.running_var"] + eps)
     if f"{norm}.weight" in source:
         scale = scale * source[f"{norm}.weight"]

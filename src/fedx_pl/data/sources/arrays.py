@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fedx_pl.data.images import ARRAYS, Arrays, ImageData, Split
 from fedx_pl.data.sources import cache
 from fedx_pl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import Dataset
 
 _MAX_CHANNELS = 4  # where it is not clear which axis they are
 _MAX_CLASSES = 100_000
@@ -37,6 +38,8 @@ def _is_whole(labels: list[Any]) -> bool:
 
 def is_array(source: object) -> bool:
     """Whether the source is an array or a tensor."""
+    from torch import Tensor
+
     return isinstance(source, np.ndarray | Tensor)
 
 
@@ -182,6 +185,8 @@ def _require_fitting(train: Split, test: Split) -> None:
 
 
 def _length(dataset: Any, which: str) -> int:
+    from torch.utils.data import DataLoader, IterableDataset
+
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UserError(f"{which} is a DataLoader; give its data set, loader.dataset")
@@ -239,6 +244,9 @@ def _pixels(image: Any, which: str) -> np.ndarray:
         image: a PIL image, an array (H, W, C), or a tensor (C, H, W); bytes, or floats of 0..1.
         which: what it is called in an error message.
     """
+    import torch
+    from torch import Tensor
+
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB", "RGBA"):
         raise UserError(
             f"{which} is a PIL image of mode {image.mode}; "
@@ -276,7 +284,7 @@ def _as_bytes(pixels: Tensor, which: str) -> Tensor:
             f"0..1 as of ToTensor(), without Normalize: the data module normalizes, by its mean= "
             f"and std="
         )
-    return (pixels * 255).round().clamp(0, 255).to(torch.uint8)
+    return (pixels * 255).round().clamp(0, 255).byte()
 
 
 def _kind(value: object) -> str:

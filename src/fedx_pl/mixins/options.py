@@ -1,4 +1,4 @@
-"""The options of FedX: weights of the four terms, and variants."""
+"""Options of the mixins; nothing here needs torch."""
 
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,7 @@ class FedXOptions(Options):
             raise OptionError("warmup", self.warmup, problem, "{warmup}=0", FedXOptions)
 
     def reserved(self, batch_size: int) -> int:
-        """How many of a step's images are not in ``B``."""
+        """How many images of a step are not in ``B``."""
         return self.relation_size or batch_size // 2
 
     @property
@@ -69,7 +69,25 @@ class FedXOptions(Options):
         return self.global_contrast > 0 or self.global_relation > 0
 
     def in_round(self, round_number: int) -> "FedXOptions":
-        """The options of a round: without the global terms while the warm-up lasts."""
+        """The options of a round, without the global terms during the warm-up."""
         if round_number > self.warmup:
             return self
         return replace(self, global_contrast=0.0, global_relation=0.0, warmup=0)
+
+
+@dataclass(frozen=True)
+class MoonOptions(Options):
+    """The model-contrastive term."""
+
+    enabled: bool = option(False, "add MOON's term to the method (short: moon=true)")
+    mu: float = option(1.0, "its weight; MOON tries 0.1, 1, 5 and 10", at_least=0)
+    tau: float = option(0.5, "its temperature", above=0)
+
+
+@dataclass(frozen=True)
+class FedCAOptions(Options):
+    """The alignment term."""
+
+    enabled: bool = option(False, "add FedCA's alignment to the method (short: fedca=true)")
+    beta: float = option(1.0, "its weight", at_least=0)
+    base: str = option("", "run folder of the base encoder, trained on public images")
