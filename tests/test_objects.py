@@ -112,7 +112,7 @@ def test_fit_again_resumes_a_run_or_reads_a_finished_one(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="began with other first weights than this model has"):
         resumed.fit(model(seed=8), tiny_data())
     words = f'default_root_dir="ANOTHER", max_rounds=6, fork="{tmp_path / "run"}"'
-    assert watching.notes[-1].endswith(f"to train on, type {words}")
+    assert watching.notes[-1].endswith(f"to train on, write {words}")
     assert same(weights(whole), weights(resumed))
 
 
@@ -475,7 +475,7 @@ def test_evaluating_before_fitting_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine.name=rai .*serial or ray"):
+    with pytest.raises(UserError, match="name='rai' is not known; write serial or ray"):
         tiny_trainer(tmp_path, engine=EngineOptions(name="rai")).fit(model(SimCLR), tiny_data())
 
 

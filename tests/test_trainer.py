@@ -18,7 +18,7 @@ from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.compose import compose
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError
-from fedx_pl.federation import checkpoint
+from fedx_pl.federation import pending
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.round import GlobalState, RoundContext, RoundRecord, Update
@@ -361,7 +361,7 @@ def test_a_resumed_round_reports_what_an_earlier_process_trained(
 
     Not in the ETA, and not in its images per second.
     """
-    monkeypatch.setattr(checkpoint, "WORTH", 0.0)
+    monkeypatch.setattr(pending, "WORTH", 0.0)
 
     class Stop(Exception):
         pass

@@ -96,7 +96,7 @@ class Bounds:
         """Whether a value is possible."""
         if isinstance(self.example, list | tuple):
             several = isinstance(value, Sequence) and not isinstance(value, str)
-            enough = several and (len(value) > 0 or not self.example)
+            enough = several and (len(value) > 0 or [] in (self.example, *self.also))
             return enough and all(self._has(item) for item in value)
         return self._has(value)
 
@@ -144,8 +144,8 @@ class Bounds:
             }
             finite = {word: end for word, end in ends.items() if end not in (None, math.inf)}
             limits = " and ".join(f"{word} {end}" for word, end in finite.items())
-        others = "".join(f" or {value:g}" for value in self.also)
-        example = str(self.example).replace(" ", "")
+        others = "".join(f" or {value}" for value in self.also)
+        example = re.sub(r"\.0\b| ", "", str(self.example))
         return f"{kind} {limits}{others}, e.g. {{{name}}}={example}"
 
 

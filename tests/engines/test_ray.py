@@ -390,7 +390,7 @@ def test_workers_share_the_machine(
 )
 def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
     """Two shares of 0.6 do not fit on one GPU."""
-    with pytest.raises(UserError, match=r"engine.gpus_per_worker=.*there are 2 GPUs and 3 workers"):
+    with pytest.raises(UserError, match=r"^gpus_per_worker=.*there are 2 GPUs and 3 workers"):
         sizes(compose(overrides), 10, cores=8, gpus=2)
 
 

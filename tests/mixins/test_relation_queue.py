@@ -104,7 +104,7 @@ def test_nothing_of_the_queue_is_kept_or_averaged() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"relation": "stack"}, "fedx.relation=stack"), ({"queue_size": 1}, "fedx.queue_size=1")],
+    [({"relation": "stack"}, "relation='stack'"), ({"queue_size": 1}, "queue_size=1")],
 )
 def test_bad_values_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):

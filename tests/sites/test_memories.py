@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fedx_pl.federation.round import ClientMemory
+from fedx_pl.files import store
+from fedx_pl.sites import memories
 from fedx_pl.sites.memories import KEPT_ROUNDS, MAX_ROUNDS, Memories
 
 
@@ -83,9 +85,7 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
     """Its update of round 2 has not left: the coordinator asks for round 1's state first."""
     kept = Memories(tmp_path)
     kept.save(memory(1))
-    from fedx_pl.sites import memories as module
-
-    write = module.write_atomically
+    write = memories.write_atomically
 
     def die(path: Path, content: bytes, **settings: bool) -> None:
         if path.name == killed_at:
@@ -93,7 +93,8 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
             raise KeyboardInterrupt
         write(path, content, **settings)
 
-    monkeypatch.setattr(module, "write_atomically", die)
+    monkeypatch.setattr(memories, "write_atomically", die)
+    monkeypatch.setattr(store, "write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         kept.save(memory(2))
     monkeypatch.undo()

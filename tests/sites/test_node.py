@@ -29,7 +29,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedx_pl.cli import sites as commands
-from fedx_pl.sites import link, node, wire
+from fedx_pl.sites import node, records, wire
 from fedx_pl.sites.node import Node, Refused, Unreachable
 from fedx_pl.sites.wire import Content
 
@@ -90,7 +90,7 @@ class Coordinator:
 
     def post(self, content: Content, change: Callable[[ObjectTree], None] | None = None) -> None:
         """Has a message for the site, the same each time it asks."""
-        message = Message(link.record(content), NUMBER, wire.HELLO, ttl=600)
+        message = Message(records.record(content), NUMBER, wire.HELLO, ttl=600)
         message.metadata.__dict__["_message_id"] = message.object_id
         tree = get_object_tree(message)
         self.parts = {name: one.deflate() for name, one in get_all_nested_objects(message).items()}

@@ -68,6 +68,8 @@ class DataOptions(Options):
     value_range: list[float] = option(
         [],
         "black and white of images of more than 8 bits, e.g. [0,4095]; empty: as they use",
+        example=[0.0, 4095.0],
+        also=([],),
         at_least=-(10**9),
     )
     labels: str = option(
