@@ -119,9 +119,10 @@ class Sweep:
             seconds: how long it has run.
         """
         now = ", ".join(f"{job.title} {job.stage()}" for job in self.running)
-        locked = [job.title for job in self.waiting if is_locked(job.folder)]
-        if not self.running and locked:
-            now = f"waiting for the processes that train {'; '.join(locked)} already"
+        if not self.running:
+            locked = [job.title for job in self.waiting if is_locked(job.folder)]
+            if locked:
+                now = f"waiting for the processes that train {'; '.join(locked)} already"
         more = " and evaluations" if any(job.evaluate for job in self._todo) else ""
         eta = f"ETA {duration(seconds * left / rounds)}{more}" if rounds else "ETA unknown"
         return f"{len(self.done)} of {len(self.jobs)} runs, {eta}: {now}"
