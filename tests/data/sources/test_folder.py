@@ -345,5 +345,5 @@ def test_images_beyond_the_memory_are_refused_with_their_size(
     assert cli.main([*first, *words, f"run.dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
     assert f"data.image_size=65000: {what}" in error
-    assert "GB of memory, and" in error
+    assert "B of memory, and 8.2 GB are there" in error
     assert not list((tmp_path / "cache").glob("folder-[0-9a-f]*"))

@@ -31,7 +31,7 @@ def test_an_unknown_name_suggests_the_nearest(typed: str, meant: str) -> None:
 
 @pytest.mark.parametrize("key", ["limit", "test_limit", "image_size", "workers"])
 def test_negative_numbers_are_refused(key: str) -> None:
-    with pytest.raises(UserError, match=f"data.{key}=-1"):
+    with pytest.raises(UserError, match=f"{key}=-1 is not possible"):
         load(DataOptions(**{key: -1}))  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def test_negative_numbers_are_refused(key: str) -> None:
     "bad", [[1.0], [5.0, 5.0], [9.0, 1.0], [0.0, float("nan")], [0.0, 1.0, 2.0]]
 )
 def test_a_value_range_is_two_numbers(tmp_path: Path, bad: list[float]) -> None:
-    with pytest.raises(UserError, match=r"data\.value_range=.*e\.g\. \[0,4095\]"):
+    with pytest.raises(UserError, match=r"value_range=.*(two numbers|a list of numbers)"):
         load(image_folders.options(tmp_path, value_range=bad))
 
 
