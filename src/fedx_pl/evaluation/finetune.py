@@ -27,7 +27,7 @@ from fedx_pl.seeding import derive
 
 @dataclass(frozen=True, kw_only=True)
 class SemiOptions(Options):
-    """How the network is fine-tuned on few labels; fractions, epochs and learning rate are the paper's."""
+    """How the network is fine-tuned on few labels; most values are the paper's."""
 
     fractions: list[float] = option(
         [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1
