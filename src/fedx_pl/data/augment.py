@@ -29,7 +29,7 @@ CROPS = ("pad", "resized", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentOptions(Options):
-    """What happens to a training image: geometry first, then color, gray and blur; 0 skips a step."""
+    """How training images are augmented: geometry, then color, gray and blur; 0 skips a step."""
 
     crop: str = option(
         "pad",
