@@ -491,7 +491,7 @@ def test_the_encoder_reads_images_by_the_range_of_its_run(
     picture = base64.b64decode(page.read_text().partition("base64,")[2].partition("'")[0])
     assert np.asarray(Image.open(io.BytesIO(picture))).max() < 100  # as dark as it is
     assert cli.main(["export", str(tmp_path / "deep"), "--to", "safetensors"]) == 0
-    assert "16-bit images: (value - 0) / (4095 - 0)" in capsys.readouterr().out
+    assert "16-bit images these are (value - 0) / (4095 - 0)" in capsys.readouterr().out
 
 
 def test_an_encoder_of_gray_imagenet_has_one_channel(tmp_path: Path) -> None:
