@@ -158,7 +158,7 @@ _NEW_SECONDS = 60.0  # A folder that was just made may not be locked yet.
 
 @cache
 def _temporary_folder() -> Path:
-    """A private folder of this process, deleted when it ends, or by the next one if it was killed."""
+    """Makes a private folder, deleted when this process ends, or by the next if it was killed."""
     _delete_left_behind()
     folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     owner = os.getpid()

@@ -139,8 +139,8 @@ def fit(
                 # for few classes.
                 error = torch.softmax(torch.mm(weight, x.T), 0).sub_(y.T).div_(len(x))
                 torch.mm(error, x, out=gradient)
-                # The kernel of torch.optim.Adam(fused=True), private but measured: a probe's step on
-                # 64 images takes 43 us with it and 78 us with the optimizer around it.
+                # The kernel of torch.optim.Adam(fused=True), private but measured: a step of the
+                # probe on 64 images takes 43 us with it and 78 us with the optimizer around it.
                 torch._fused_adam_(
                     [weight],
                     [gradient],

@@ -129,7 +129,8 @@ def _check(options: DataOptions, *, known: bool) -> None:
     bounds = options.value_range
     if bounds and not (len(bounds) == 2 and np.isfinite(bounds).all() and bounds[0] < bounds[1]):
         raise UserError(
-            f"data.value_range={bounds}: type two numbers, the smaller first, e.g. [0,4095]; [] takes what images use"
+            f"data.value_range={bounds}: type two numbers, the smaller first, e.g. [0,4095]; "
+            f"[] takes what images use"
         )
     if not 0 <= options.test_fraction < 1:
         raise UserError(
