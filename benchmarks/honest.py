@@ -87,7 +87,7 @@ def train(*words: str) -> dict[str, float]:
     measuring = Measuring()
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*WORDS, f"run.dir={folder}/run", *words])
-        run = build(config, report=lambda line: None, callbacks=[measuring])
+        run = build(config, report=lambda _: None, callbacks=[measuring])
         run.data.images = replace(run.data.images, test=None)  # Nothing is evaluated.
         run.fit()
     return measuring.extremes

@@ -239,7 +239,7 @@ class SSLMethod(pl.LightningModule):
         """Metrics of the round just trained, logged beside the losses."""
         return {}
 
-    def reserved_images(self, batch_size: int) -> int:  # noqa: ARG002 (for overrides)
+    def reserved_images(self, batch_size: int) -> int:
         """How many images of a step are not in ``B``.
 
         They are the relation batch, or left out so that results are comparable.
@@ -289,7 +289,7 @@ class SSLMethod(pl.LightningModule):
         self,
         shared: State,
         private: State | None,
-        absent: int = 0,  # noqa: ARG002 (for overrides)
+        absent: int = 0,
     ) -> None:
         """Loads a client's state at the start of a round.
 
@@ -355,7 +355,7 @@ class SSLMethod(pl.LightningModule):
 
     # --- Lightning ----------------------------------------------------------------------------
 
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:  # noqa: ARG002 (Lightning's)
+    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
         """Sums the terms, and keeps them on the device to avoid a synchronization in each step."""
         loss = self.loss(batch, self.embed_views(batch))
         if not isinstance(loss, Loss):

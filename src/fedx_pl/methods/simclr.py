@@ -24,6 +24,6 @@ class SimCLR(SSLMethod):
         super().__init__(backbone, **base)
         self.tau = tau
 
-    def loss(self, batch: Views, z: Embeddings) -> Loss:  # noqa: ARG002 (needs only z)
+    def loss(self, batch: Views, z: Embeddings) -> Loss:
         """NT-Xent over 2n views."""
         return Loss(contrastive=nt_xent(z.first, z.second, self.tau))

@@ -62,7 +62,7 @@ class Ledger:
 
     def __init__(self) -> None:
         """Starts without messages."""
-        self.delete: Callable[[str], None] = lambda identifier: None  # of Flower's object store
+        self.delete: Callable[[str], None] = lambda _: None  # of Flower's object store
         self._sent: dict[int, deque[Sent]] = {}
         self._lock = threading.Lock()  # The coordinator's requests have a thread of their own.
 

@@ -82,7 +82,7 @@ def _count(config: Config) -> int:
         "imagenet10": [root / part / name for part in ("train", "val") for name in data.classes],
     }
     places = [place for place in folders.get(data.name, []) if place.is_dir()]
-    return sum(len(list_files(place, lambda line: None)) for place in places)
+    return sum(len(list_files(place, lambda _: None)) for place in places)
 
 
 def _require_room(limits: SiteOptions, config: Config, count: int, state: Path | None) -> None:
