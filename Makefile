@@ -52,7 +52,7 @@ test-fast: .venv/installed-dev  ## The fast tests only
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: .venv/installed-dev  ## The slow tests only: real data, end to end
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 # Each of CPUS is what torch, oneDNN and the tests are told: kernels : instructions at most : threads.
 test-cpus: .venv/installed-dev  ## The fast tests as on other CPUs: three kinds of kernels, one and two threads

@@ -55,6 +55,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TRAIN, TEST = 240, 60
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the slow tests of a module on one worker, since they share what takes long."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`write_tiny_root` for all tests."""

@@ -109,6 +109,7 @@ def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
 @pytest.mark.parametrize(
     "side", [32, 64]
 )  # The larger the image, the further past its buffer it was.
+@pytest.mark.slow
 def test_thin_networks_leave_the_heap_as_it_was(side: int) -> None:
     """torch 2.15's kernels wrote past their buffers for them; glibc ends the process, so it is one of its own."""
     script = f"""

@@ -213,6 +213,7 @@ def test_runs_begin_with_a_settled_batchnorm_and_are_not_evaluated(thin_and_few:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_finite_numbers_and_names_its_targets(
     thin_and_few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

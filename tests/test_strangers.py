@@ -197,10 +197,10 @@ def test_hostile_state_is_refused(run: Path, state: str) -> None:
 
 
 def test_fork_starts_a_new_run_from_a_runs_weights(
-    run: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, quick: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a learning rate of almost 0 the first round ends where the other run stopped."""
-    words = [*tiny, "federation.rounds=1", "optim.lr=1e-12", "optim.weight_decay=0"]
+    words = [*quick, "federation.rounds=1", "optim.lr=1e-12", "optim.weight_decay=0"]
     assert cli.main(["train", *words, f"run.dir={run}"]) == 2
     assert "optim.lr: 0.01 -> 1e-12" in (error := capsys.readouterr().err)
     assert f"--fork {run}" in error

@@ -6,11 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command, fedx_pl
+from federation_parts import wait_until
 from helpers import PATIENCE, THREADS
 
 from fedx_pl import __version__
@@ -18,16 +19,6 @@ from fedx_pl.cli import completion
 from fedx_pl.cli import main as cli
 from fedx_pl.config import renamed
 from fedx_pl.config.compose import choices
-
-
-def fedx_pl(
-    *arguments: str, cwd: Path | None = None, timeout: float = PATIENCE
-) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    command = [sys.executable, "-m", "fedx_pl", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 def test_train_runs_and_ends_with_a_summary(
@@ -362,30 +353,13 @@ def test_a_method_in_the_current_folder_is_found(tiny: list[str], tmp_path: Path
 def test_ctrl_c_keeps_finished_rounds_and_says_how_to_resume(
     tiny: list[str], tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fedx_pl",
-        "train",
-        *tiny,
-        "federation.rounds=500",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    assert process.returncode == 130
+    words = ["train", *tiny, "federation.rounds=500", f"run.dir={tmp_path / 'run'}"]
+    with Command(tmp_path / "log", *words, errors=tmp_path / "errors") as command:
+        table = tmp_path / "run" / "metrics.csv"
+        wait_until(lambda: table.exists() or not command.running, "a round was trained")
+        command.send(signal.SIGINT)
+        assert command.wait() == 130
+    error = (tmp_path / "errors").read_text()
     assert "interrupted; run the same command again to resume: fedx-pl train" in error
     assert "Traceback" not in error
     assert (tmp_path / "run" / "metrics.csv").exists()

@@ -57,9 +57,9 @@ def test_the_profile_is_the_machine_s_unless_one_is_named() -> None:
 
 @without_gpu
 def test_the_first_line_names_the_default_profile(
-    tiny: list[str], capsys: pytest.CaptureFixture[str]
+    quick: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word for word in tiny if word != "profile=paper"]
+    words = [word for word in quick if word != "profile=paper"]
     assert cli.main(["train", *words, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("profile cpu (no GPU here): ")
     run = federate("", *words, rounds=1)
@@ -69,9 +69,9 @@ def test_the_first_line_names_the_default_profile(
 
 @without_gpu
 def test_the_paper_s_profile_on_a_cpu_is_announced(
-    tiny: list[str], capsys: pytest.CaptureFixture[str]
+    quick: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    federate("", *tiny, rounds=1)
+    federate("", *quick, rounds=1)
     out = capsys.readouterr().out
     assert out.startswith("profile paper: made for a GPU, and there is none here")
     assert "note: 240 images, " in out
@@ -80,35 +80,35 @@ def test_the_paper_s_profile_on_a_cpu_is_announced(
 @without_gpu
 @pytest.mark.usefixtures("long_runs")
 def test_a_long_run_without_a_gpu_needs_a_yes_where_nobody_can_be_asked(
-    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quick: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", *tiny]) == 2
+    assert cli.main(["train", *quick]) == 2
     shown = capsys.readouterr()
     assert "240 images, " in shown.out
     assert shown.err.startswith("error: profile=paper takes about ")
     assert "add --yes" in shown.err
     assert not (tmp_path / "runs").exists()
-    assert cli.main(["train", *tiny, "--dry-run"]) == 0
-    assert cli.main(["train", *tiny, "--yes"]) == 0
-    assert cli.main(["train", *tiny]) == 0  # Finished: there is nothing to wait for.
+    assert cli.main(["train", *quick, "--dry-run"]) == 0
+    assert cli.main(["train", *quick, "--yes"]) == 0
+    assert cli.main(["train", *quick]) == 0  # Finished: there is nothing to wait for.
 
 
 @without_gpu
 @pytest.mark.usefixtures("long_runs")
 def test_on_a_terminal_a_long_run_without_a_gpu_waits_for_an_answer(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with terminal(monkeypatch) as keyboard:
         for answer, code in (("\n", 2), ("n\n", 2), ("y\n", 0)):
             keyboard.write(answer)
             keyboard.flush()
-            assert cli.main(["train", *tiny, "federation.rounds=1"]) == code
+            assert cli.main(["train", *quick, "federation.rounds=1"]) == code
             assert (tmp_path / "runs").exists() == (code == 0)
 
 
 @without_gpu
-def test_a_short_run_of_the_paper_s_profile_is_not_asked_about(tiny: list[str]) -> None:
-    assert cli.main(["train", *tiny, "federation.rounds=1"]) == 0
+def test_a_short_run_of_the_paper_s_profile_is_not_asked_about(quick: list[str]) -> None:
+    assert cli.main(["train", *quick, "federation.rounds=1"]) == 0
 
 
 @pytest.fixture
@@ -124,11 +124,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def sweep_of(tiny: list[str], tmp_path: Path, first: str = "plain: method=simclr") -> list[str]:
+def sweep_of(quick: list[str], tmp_path: Path, first: str = "plain: method=simclr") -> list[str]:
     """The command of a sweep of two runs."""
-    where = [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
+    where = [word for word in quick if word.startswith(("run.root", "data.root", "data.download"))]
     what = " ".join(
-        word for word in tiny if word not in where and not word.startswith(("run.", "profile="))
+        word for word in quick if word not in where and not word.startswith(("run.", "profile="))
     )
     text = f"title: mine\nbase: {what}\naxes:\n  variant: {{{first}, + FedX: fedx=true}}\n"
     return ["sweep", str(definition(tmp_path / "experiments", text)), "profile=paper", *where]
@@ -137,9 +137,9 @@ def sweep_of(tiny: list[str], tmp_path: Path, first: str = "plain: method=simclr
 @without_gpu
 @pytest.mark.usefixtures("long_runs")
 def test_a_long_sweep_without_a_gpu_needs_a_yes_where_nobody_can_be_asked(
-    tiny: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+    quick: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = sweep_of(tiny, tmp_path)
+    words = sweep_of(quick, tmp_path)
     assert cli.main(words) == 2
     shown = capsys.readouterr()
     assert "profile paper: made for a GPU, and there is none here" in shown.out
@@ -158,31 +158,31 @@ def test_a_long_sweep_without_a_gpu_needs_a_yes_where_nobody_can_be_asked(
 @without_gpu
 @pytest.mark.usefixtures("long_runs")
 def test_on_a_terminal_a_long_sweep_without_a_gpu_waits_for_an_answer(
-    tiny: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with terminal(monkeypatch) as keyboard:
         for answer, code in (("n\n", 2), ("y\n", 0)):
             keyboard.write(answer)
             keyboard.flush()
-            assert cli.main(sweep_of(tiny, tmp_path)) == code
+            assert cli.main(sweep_of(quick, tmp_path)) == code
             assert started == ([2] if code == 0 else [])
 
 
 @without_gpu
 def test_a_sweep_that_cannot_be_estimated_is_asked_about(
-    tiny: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+    quick: list[str], tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(sweep_of(tiny, tmp_path, "broken: partition.file=/nowhere.json")) == 2
+    assert cli.main(sweep_of(quick, tmp_path, "broken: partition.file=/nowhere.json")) == 2
     assert "profile=paper takes weeks here" in capsys.readouterr().err
     assert started == []
 
 
 @without_gpu
 def test_a_short_sweep_of_the_paper_s_profile_is_not_asked_about(
-    tiny: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.001)
-    assert cli.main(sweep_of(tiny, tmp_path)) == 0
+    assert cli.main(sweep_of(quick, tmp_path)) == 0
     assert started == [2]
 
 

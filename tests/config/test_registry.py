@@ -2,13 +2,12 @@
 
 import csv
 import json
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import fedx_pl
 
 from fedx_pl.cli.main import main
 from fedx_pl.config import registry
@@ -240,19 +239,16 @@ def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(
 
 @pytest.mark.parametrize("key", ["data", "backbone"])
 def test_the_encoder_of_a_run_that_names_code_imports_none(
-    tiny: list[str], modules: Path, key: str
+    quick: list[str], modules: Path, key: str
 ) -> None:
     """In a process of its own, as a stranger's folder is exported."""
     run = modules / "run"
-    assert main(["train", *tiny, f"run.dir={run}"]) == 0
+    assert main(["train", *quick, f"run.dir={run}"]) == 0
     (modules / "evil.py").write_text("print('IMPORTED')\ndef f(): ...\n")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree[key]["name"] = "evil:f"
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = subprocess.run(
-        [sys.executable, "-m", "fedx_pl", "export", str(run), "--to", "safetensors"],
-        cwd=modules, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = fedx_pl("export", str(run), "--to", "safetensors", cwd=modules)
     assert done.returncode == 2
     assert "names code to be run" in done.stderr
     assert "IMPORTED" not in done.stdout
@@ -313,14 +309,14 @@ class Stopping(RoundCallback):
 """
 
 
-def test_a_callback_is_not_part_of_what_a_run_is(tiny: list[str], modules: Path) -> None:
+def test_a_callback_is_not_part_of_what_a_run_is(quick: list[str], modules: Path) -> None:
     """Without it, the run goes on."""
     (modules / "watchful.py").write_text(STOPPING)
     run = modules / "run"
-    assert main(["train", *tiny, "callbacks=[watchful:Stopping]", f"run.dir={run}"]) == 0
+    assert main(["train", *quick, "callbacks=[watchful:Stopping]", f"run.dir={run}"]) == 0
     with open(run / "metrics.csv") as file:
         assert [row["counted"] for row in csv.DictReader(file)] == ["3"]
-    assert main(["train", *tiny, f"run.dir={run}"]) == 0
+    assert main(["train", *quick, f"run.dir={run}"]) == 0
     with open(run / "metrics.csv") as file:
         assert [row["counted"] for row in csv.DictReader(file)] == ["3", ""]
 
@@ -364,10 +360,10 @@ def asking(channels, depth, width: int = 3): ...
     ],
 )  # fmt: skip
 def test_a_part_that_raises_when_it_is_made_is_named_with_its_error(
-    tiny: list[str], modules: Path, word: str, capsys: pytest.CaptureFixture[str]
+    quick: list[str], modules: Path, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (modules / "broken.py").write_text(BROKEN)
-    words = [other for other in tiny if word[:4] != "data" or not other.startswith("data")]
+    words = [other for other in quick if word[:4] != "data" or not other.startswith("data")]
     assert main(["train", *words, word, f"run.dir={modules / 'run'}"]) == 2
     error = capsys.readouterr().err
     assert word.partition("=")[2].strip("[]") in error
@@ -380,10 +376,10 @@ def test_a_part_that_raises_when_it_is_made_is_named_with_its_error(
     [("callbacks=[broken:Asking]", "metric"), ("backbone=broken:asking", "depth")],
 )
 def test_an_argument_without_a_default_is_named(
-    tiny: list[str], modules: Path, word: str, argument: str, capsys: pytest.CaptureFixture[str]
+    quick: list[str], modules: Path, word: str, argument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (modules / "broken.py").write_text(BROKEN)
-    assert main(["train", *tiny, word]) == 2
+    assert main(["train", *quick, word]) == 2
     error = capsys.readouterr().err
     assert (
         f"its argument {argument} has no default; keys come from arguments with plain defaults"

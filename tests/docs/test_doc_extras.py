@@ -96,6 +96,7 @@ def test_what_only_extras_bring_is_known() -> None:
     assert {"mypy", "flwr"} & modules_of_extras("docs")
 
 
+@pytest.mark.slow
 def test_the_first_pages_run_without_extras(tmp_path: Path) -> None:
     environment = environment_without(modules_of_extras(), tmp_path)
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

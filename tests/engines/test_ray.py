@@ -109,14 +109,14 @@ def shared() -> Iterator[MakeEngine]:
 
 
 @pytest.fixture
-def mortal(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def mortal(quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Overrides for a `Mortal` with its fate in ``tmp_path / "fate"``, on the driver's path."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "mortal.py").write_text(MORTAL)
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "mortal", raising=False)
     (tmp_path / "fate").mkdir()
-    return [*tiny, "method=mortal:Mortal", f"method.fate={tmp_path / 'fate'}"]
+    return [*quick, "method=mortal:Mortal", f"method.fate={tmp_path / 'fate'}"]
 
 
 def run(
@@ -138,13 +138,13 @@ def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Eng
     "method", [["method=moco", "fedx=true"], ["method=barlow_twins:BarlowTwins"]]
 )
 def test_one_process_and_one_or_two_workers_give_the_same_weights(
-    tiny: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
+    quick: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
 ) -> None:
     """To the bit, after two rounds.
 
     MoCo has a queue and a target of its own, the other lives in examples/.
     """
-    serial = run([*tiny, *method], tmp_path / "serial")
+    serial = run([*quick, *method], tmp_path / "serial")
 
     class Complete(shared):
         def __init__(self, trainer: FederatedTrainer, options: EngineOptions) -> None:
@@ -152,11 +152,11 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
             # Or the first worker could train these small clients before the second is ready.
             self.ray.wait([seat.ready for seat in self._seats], num_returns=self.sizes.workers)
 
-    whole = made(compose([*tiny, *method]))
+    whole = made(compose([*quick, *method]))
     largest_first = sorted(range(3), key=lambda client: -len(whole.data.clients[client]))
     for workers in (1, 2):
         display = Workers()
-        overrides = [*tiny, *method, f"engine.workers={workers}"]
+        overrides = [*quick, *method, f"engine.workers={workers}"]
         result = run(overrides, tmp_path / f"ray-{workers}", Complete, display)
         assert same(weights(result), weights(serial))
         assert result.history[-1]["loss"] == serial.history[-1]["loss"]
@@ -236,9 +236,9 @@ def test_errors_of_a_client_reach_the_user(
     assert "mortal.py" in str(caught.value)
 
 
-def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEngine) -> None:
+def test_a_worker_with_another_split_is_refused(quick: list[str], shared: MakeEngine) -> None:
     whole = made(
-        config := compose([*tiny, "engine.workers=1"]), Watching(), engine=on(shared, config)
+        config := compose([*quick, "engine.workers=1"]), Watching(), engine=on(shared, config)
     )
     before = split_name(whole.data)
     whole.data.clients.reverse()
@@ -250,7 +250,7 @@ def test_a_worker_with_another_split_is_refused(tiny: list[str], shared: MakeEng
 
 
 def test_a_worker_that_starts_after_an_edit_is_refused(
-    tiny: list[str], modules: Path, shared: MakeEngine
+    quick: list[str], modules: Path, shared: MakeEngine
 ) -> None:
     (modules / "mid_run.py").write_text(METHOD)
 
@@ -259,7 +259,7 @@ def test_a_worker_that_starts_after_an_edit_is_refused(
             (modules / "mid_run.py").write_text(METHOD + "# edited\n")
             return super().new_actor()
 
-    config = compose([*tiny, "method=mid_run:Mine", "engine.workers=1"])
+    config = compose([*quick, "method=mid_run:Mine", "engine.workers=1"])
     with pytest.raises(
         UserError, match="has other code of Mine or its callbacks than this process"
     ):
@@ -267,9 +267,9 @@ def test_a_worker_that_starts_after_an_edit_is_refused(
 
 
 def test_a_worker_without_the_images_says_where_it_is(
-    tiny: list[str], tmp_path: Path, shared: MakeEngine
+    quick: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
-    whole = made(config := compose([*tiny, "engine.workers=1"]), engine=on(shared, config))
+    whole = made(config := compose([*quick, "engine.workers=1"]), engine=on(shared, config))
     whole.data.source = replace(config.data, root=str(tmp_path / "nowhere"))
     with pytest.raises(
         UserError, match=r"(?s)^worker 1 on \S+:\n.*data.name=cifar10: no source had it"
@@ -321,15 +321,15 @@ def test_without_a_further_try_the_round_continues_without_the_client(
 
 
 def test_without_ray_the_user_is_told_what_to_install(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quick: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["train", *tiny, "engine=ray"]) == 2
+    assert main(["train", *quick, "engine=ray"]) == 2
     assert capsys.readouterr().err == f"error: engine=ray needs Ray; type {install_hint('ray')}\n"
 
 
 def test_signals_wait_until_ray_has_started(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for Ray that takes SIGTERM over, as Ray does, while Ctrl-C comes."""
     calls: list[str] = []
@@ -347,7 +347,7 @@ def test_signals_wait_until_ray_has_started(
     before = signal.signal(signal.SIGTERM, mine)
     try:
         with pytest.raises(KeyboardInterrupt):
-            RayEngine(made(compose([*tiny, "engine=ray"])).trainer)
+            RayEngine(made(compose([*quick, "engine=ray"])).trainer)
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -397,15 +397,16 @@ def test_more_workers_than_gpus_are_refused(overrides: list[str]) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_the_run_can_be_resumed(
-    tiny: list[str], tmp_path: Path
+    quick: list[str], tmp_path: Path
 ) -> None:
     """Interrupted on Ray and continued without it.
 
     What clients keep for themselves is in the run folder.
     """
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
-    overrides = [*tiny, "method=byol", "federation.rounds=10000"]
+    overrides = [*quick, "method=byol", "federation.rounds=10000"]
     command = [
         sys.executable,
         "-m",

@@ -33,10 +33,10 @@ from fedx_pl.provenance.foreign_code import Record, code_of, write_record
 
 
 @pytest.fixture
-def experiment(tiny: list[str], tmp_path: Path) -> Path:
+def experiment(quick: list[str], tmp_path: Path) -> Path:
     """An experiment of two runs that work and one that does not."""
     what = " ".join(
-        word for word in tiny if not word.startswith(("run.", "data.root", "data.download"))
+        word for word in quick if not word.startswith(("run.", "data.root", "data.download"))
     )
     return definition(
         tmp_path / "experiments",
@@ -47,18 +47,18 @@ def experiment(tiny: list[str], tmp_path: Path) -> Path:
     )
 
 
-def where(tiny: list[str]) -> list[str]:
-    return [word for word in tiny if word.startswith(("run.root", "data.root", "data.download"))]
+def where(quick: list[str]) -> list[str]:
+    return [word for word in quick if word.startswith(("run.root", "data.root", "data.download"))]
 
 
 def test_a_sweep_continues_after_a_failure_and_runs_nothing_twice(
-    experiment: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
+    experiment: Path, quick: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "sweep",
         str(experiment),
         "profile=paper",
-        *where(tiny),
+        *where(quick),
         "--definitions",
         str(experiment.parent),
     ]
@@ -105,11 +105,12 @@ class Waits(SimCLR):
 """
 
 
-def test_an_interrupted_sweep_resumes(tiny: list[str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_interrupted_sweep_resumes(quick: list[str], tmp_path: Path) -> None:
     """SIGTERM ends the runs as well; the next sweep resumes after the last finished round."""
     what = " ".join(
         word
-        for word in tiny
+        for word in quick
         if not word.startswith(("run.", "data.root", "data.download", "federation.r"))
     )
     (tmp_path / "waits.py").write_text(WAITS)
@@ -117,7 +118,7 @@ def test_an_interrupted_sweep_resumes(tiny: list[str], tmp_path: Path) -> None:
     words += " evaluation.knn_every=4"
     axes = f"axes:\n  variant: {{plain: {words}}}"
     path = definition(tmp_path / "experiments", f"title: mine\nbase: {what}\n{axes}\n")
-    command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(tiny)]
+    command = [sys.executable, "-m", "fedx_pl", "sweep", str(path), "profile=paper", *where(quick)]
     command += ["--definitions", str(path.parent), "--yes"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     first = subprocess.Popen(

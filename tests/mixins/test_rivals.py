@@ -224,13 +224,13 @@ def test_mixins_are_keys_of_the_configuration() -> None:
 
 @pytest.mark.parametrize("rival", ["moon", "fedca"])
 def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(
-    rival: str, tiny: list[str], tmp_path: Path
+    rival: str, quick: list[str], tmp_path: Path
 ) -> None:
     """Two rounds in one go, and two with a stop in between: the same weights. MOON's second round needs what each
     client kept of its first."""
-    words = [*tiny, f"{rival}=true"]
+    words = [*quick, f"{rival}=true"]
     if rival == "fedca":
-        assert main(["train", *tiny, f"run.dir={tmp_path / 'base'}", "federation.rounds=1"]) == 0
+        assert main(["train", *quick, f"run.dir={tmp_path / 'base'}", "federation.rounds=1"]) == 0
         words.append(f"fedca.base={tmp_path / 'base'}")
     assert main(["train", *words, f"run.dir={tmp_path / 'whole'}"]) == 0
 

@@ -261,6 +261,7 @@ def test_a_class_that_cannot_be_pickled_counts_by_its_attributes() -> None:
     assert code_of(notebook(cell)) != code_of(notebook(cell.replace("0.1", "0.2")))
 
 
+@pytest.mark.slow
 def test_of_a_script_only_the_class_counts(modules: Path) -> None:
     """A script, a longer one, and the same from standard input, with different hash seeds."""
     (modules / "script.py").write_text(CELL + LOOK)
@@ -283,9 +284,9 @@ def test_of_a_script_only_the_class_counts(modules: Path) -> None:
     assert process(3, text=CELL + LOOK) == script
 
 
-def test_a_notebook_goes_on_with_its_run_and_not_after_an_edit(tiny: list[str]) -> None:
+def test_a_notebook_goes_on_with_its_run_and_not_after_an_edit(quick: list[str]) -> None:
     """Training itself changes nothing that counts."""
-    words = [*tiny, "method=no_file:Mine", "federation.rounds=1", "fedx=true"]
+    words = [*quick, "method=no_file:Mine", "federation.rounds=1", "fedx=true"]
     method: type[SSLMethod] = notebook(CELL)
     before = code_of(method)
     folder = run(compose(words)).folder
