@@ -38,7 +38,7 @@ class Sample(Options):
         ({"count": 2.5}, "count=2.5 is not possible; write a whole number"),
         ({"count": None}, "count=None is not possible; write a whole number"),
         ({"kind": "c"}, "kind='c' is not possible; write a or b"),
-        ({"growth": 1}, "growth=1 is not possible; write a number above 1 or 0, e.g. growth=3.0"),
+        ({"growth": 1}, "growth=1 is not possible; write a number above 1 or 0, e.g. growth=3"),
         ({"shares": []}, "shares=[] is not possible; write a list of numbers above 0, e.g. shares=[0.5]"),
         ({"shares": [0.5, 0]}, "shares=[0.5, 0] is not possible"),
         ({"shares": 0.5}, "shares=0.5 is not possible"),
