@@ -142,6 +142,31 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
 
 
 @pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["train", "--help"], 0, "keys of method=fedu"),
+        (["train", "federation.ronds=2"], 2, "did you mean federation.rounds?"),
+        (["train", "optim.lr=0"], 2, "optim.lr=0"),
+        (["sweep", "tabel1"], 2, "there is no experiment tabel1; did you mean table1?"),
+    ],
+)
+def test_mistakes_in_keys_need_no_torch(arguments: list[str], code: int, told: str) -> None:
+    script = """import atexit, runpy, sys
+atexit.register(lambda: print(sorted({'torch', 'pytorch_lightning'} & set(sys.modules))))
+runpy.run_module("fedx_pl", run_name="__main__")"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == code
+    assert told in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "train",
@@ -155,7 +180,6 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
         "neighbors run a.png images",
         "federate keys --sites a",
         "completion bash",
-        "train --help",
     ],
 )
 def test_something_is_printed_before_torch_is_loaded(line: str, tmp_path: Path) -> None:

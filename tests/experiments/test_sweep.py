@@ -456,7 +456,7 @@ def test_a_result_names_every_commit_that_trained_it(tmp_path: Path) -> None:
         (["profile=mini"], "which experiment"),
         (["table1", "--jobs", "0"], "--jobs 0 runs nothing"),
         (["table1", "run.dir=x"], "type run.root=x"),
-        (["tabel1"], "not a readable experiment.*known: ablation, .*table1"),
+        (["tabel1"], "no experiment tabel1; did you mean table1.*ablation, "),
         (["table1", "--seeds", "a"], "type --seeds 0,1,2"),
     ],
 )

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from fedx_pl import methods
 from fedx_pl.config import compose as configuration
-from fedx_pl.config.registry import METHOD, find
-from fedx_pl.config.schema import all_keys
-from fedx_pl.methods.parameters import hyper_parameters
+from fedx_pl.config.schema import all_keys, method_parameters
+from fedx_pl.methods import BUILT_IN
 
 Rows = list[tuple[str, str]]  # ``key=default`` and its help
 
@@ -23,7 +21,8 @@ def key_reference(method_name: str = "") -> Iterator[tuple[str, Rows]]:
     Raises:
         UserError: there is no such method.
     """
-    listed = methods.BUILT_IN | ({method_name: find(METHOD, method_name)} if method_name else {})
+    names = dict.fromkeys([*BUILT_IN, *([method_name] if method_name else [])])
+    parameters = {name: method_parameters(name).items() for name in names}
     more = {"method": ", or package.module:Class", "profile": ", auto"}
     groups = [
         (f"{group}={' | '.join(configuration.choices(group))}{more.get(group, '')}", "")
@@ -32,9 +31,8 @@ def key_reference(method_name: str = "") -> Iterator[tuple[str, Rows]]:
     yield "groups (group=choice)", [*groups, ("fedx=true | false", "")]
     keys = [_row(key, default, text) for key, default, text in all_keys()]
     yield "keys (key=value) and the paper's defaults; profile=cpu has others", keys
-    for name, method in listed.items():
-        parameters = hyper_parameters(method).items()
-        rows = [_row(f"method.{key}", default, text) for key, (_, default, text) in parameters]
+    for name, items in parameters.items():
+        rows = [_row(f"method.{key}", default, text) for key, (_, default, text) in items]
         yield f"keys of method={name}", rows
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedx_pl.config.compose import compose
+from fedx_pl.config.compose import compose, has_gpu
 from fedx_pl.config.schema import Config
 from fedx_pl.errors import UserError, known_names, short
 from fedx_pl.evaluation import EVALUATIONS
@@ -231,9 +231,7 @@ def resolve_profile(name: str) -> str:
     """Turns ``auto`` into ``paper`` with a GPU and ``mini`` without."""
     if name != "auto":
         return name
-    import torch  # slow, and not needed to list experiments
-
-    return "paper" if torch.cuda.is_available() else "mini"
+    return "paper" if has_gpu() else "mini"
 
 
 def _words(value: Any) -> list[str]:
