@@ -8,7 +8,7 @@ from benchmarks.measure import Contender, as_usual, best, interleave
 from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, images_of, variant, whole_round
 from fedx_pl import backbones
-from fedx_pl.backbones import BackboneOptions
+from fedx_pl.backbone_options import BackboneOptions
 from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract

@@ -48,7 +48,8 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     net.feature_dim = net.fc.in_features
     net.fc = nn.Identity()
     net.options = replace(options, stem=stem)  # how to make it again
-    return net
+    network: nn.Module = net
+    return network
 
 
 def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int = 32) -> nn.Module:
@@ -103,7 +104,8 @@ def passed(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
     place = next((parameter.device for parameter in network.parameters()), images.device)
     try:
         with torch.no_grad(), eager(network):
-            return network.eval()(images.to(place))
+            output: torch.Tensor = network.eval()(images.to(place))
+            return output
     finally:
         for module, mode in training.items():
             module.training = mode

@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import Checkpoint, DeviceStatsMonitor, LearningRateMonitor, Timer
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from fedx_pl import backbones
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.engines import ENGINES, EngineOptions
 from fedx_pl.errors import UserError, first_line, known_names, options_of
 from fedx_pl.evaluation import Evaluation
-from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.federation import privacy
 from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.device import device_of, resolve_precision
-from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions
-from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions, PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import PRECISIONS
@@ -255,7 +254,8 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
         raise UserError(
             f"evaluation={_shown(value)} is an evaluation of its own; write evaluations=[...]"
         )
-    return _options("evaluation", value, EvaluationOptions)
+    options: EvaluationOptions = _options("evaluation", value, EvaluationOptions)
+    return options
 
 
 def _require_place(trainer: FederatedTrainer) -> None:

@@ -164,7 +164,8 @@ def _read(folder: Path, allow_code: bool) -> Config:
     # Whoever sent the run does not choose where files are written; caches that exist are read.
     config = _replaced(_replaced(config, "data.cache", ""), "data.download", False)
     known = config.data.name in RESIZED or (cache_folder(config.data) / config.data.name).is_dir()
-    return config if known else _replaced(config, "data.cache", NO_CACHE)
+    changed: Config = config if known else _replaced(config, "data.cache", NO_CACHE)
+    return changed
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from fedx_pl import backbones
+from fedx_pl import backbone_options, backbones
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.compose import code_words, compose, load
 from fedx_pl.config.registry import (
@@ -117,7 +117,7 @@ def require_possible(config: Config) -> None:
     privacy.require_possible(config.privacy, config.regularizer.made())
     resolve_device(config.run.device)
     if not is_foreign(BACKBONE, config.backbone.name):
-        backbones.require_possible(config.backbone)
+        backbone_options.require_possible(config.backbone)
     brought(config)
     for kind, words in ((LOGGER, config.logger), (CALLBACK, config.callbacks)):
         for word in words:

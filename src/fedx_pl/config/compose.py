@@ -288,9 +288,11 @@ def _plain(value: Any) -> Any:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *outer, last = key.split(".")
+    tree = {last: value}
+    for part in reversed(outer):
+        tree = {part: tree}
+    return tree
 
 
 def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:

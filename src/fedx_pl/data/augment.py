@@ -353,6 +353,7 @@ def _blend_(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
 
 def _gray(x: Tensor) -> Tensor:
     """Converts (B, 3, H, W) to gray (B, 1, H, W)."""
+    r: Tensor
     r, g, b = x.split(1, dim=1)
     return (r * LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2])
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fedx_pl.data import sources
-from fedx_pl.data.augment import Augment, AugmentOptions
+from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
 from fedx_pl.data.images import (
     ARRAYS,
@@ -28,6 +28,7 @@ from fedx_pl.data.images import (
     normalization,
     require_memory,
 )
+from fedx_pl.data.options import AugmentOptions
 from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, in_arguments, options_of, say
@@ -132,7 +133,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def channels(self) -> int:
         """The number of channels of an image."""
-        return self.images.train.images.shape[3]
+        return int(self.images.train.images.shape[3])
 
     @property
     def image_size(self) -> int:
@@ -302,13 +303,14 @@ def _one_per_client(source: object) -> bool:
 
 def _arrays(source: Any, name: str) -> Arrays | None:
     """Converts a data set to arrays."""
-    if source is None or sources.is_pair(source):
-        return source
-    return (
-        (source, None)
-        if sources.is_array(source)
-        else sources.of_datasets([source], f"{name}, data set")[0]
-    )
+    if source is None:
+        return None
+    if sources.is_pair(source):
+        pair: Arrays = source
+        return pair
+    if sources.is_array(source):
+        return source, None
+    return sources.of_datasets([source], f"{name}, data set")[0]
 
 
 def _silent(line: str) -> None:

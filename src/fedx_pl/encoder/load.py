@@ -70,7 +70,8 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Maps images (n, C, h, w), floats from 0 to 1, to features (n, feature_dim)."""
-        return self.backbone((images - self.mean) / self.std)
+        features: Tensor = self.backbone((images - self.mean) / self.std)
+        return features
 
     @property
     def channels(self) -> int:

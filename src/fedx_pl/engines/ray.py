@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
+from fedx_pl.engines.base import Engine, MemoryOf
+from fedx_pl.engines.options import EngineOptions
 from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.round import Lost, RoundContext, Update

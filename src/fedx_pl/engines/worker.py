@@ -63,7 +63,8 @@ class Workload(NamedTuple):
 
         where = self.model.device
         try:
-            return cloudpickle.dumps(self._replace(model=self.model.cpu()))
+            content: bytes = cloudpickle.dumps(self._replace(model=self.model.cpu()))
+            return content
         finally:
             self.model.to(where)
 
@@ -72,7 +73,8 @@ class Workload(NamedTuple):
         """Reverses `packed`."""
         from ray import cloudpickle
 
-        return cloudpickle.loads(content)
+        workload: Workload = cloudpickle.loads(content)
+        return workload
 
 
 class Answer(NamedTuple):

@@ -128,4 +128,6 @@ def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
 
 
 def _some(trainer: FederatedTrainer, images: np.ndarray, most: int) -> np.ndarray:
-    return images[drawn_rows(len(images), most, derive(trainer.seed, "geometry images"))]
+    rows = drawn_rows(len(images), most, derive(trainer.seed, "geometry images"))
+    some: np.ndarray = images[rows]
+    return some

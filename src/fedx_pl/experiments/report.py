@@ -142,7 +142,8 @@ def _accuracy_gains(
     title: str, runs: Runs, paper: Paper, labels: Sequence[str] = ()
 ) -> Gains | None:
     def printed(cell: Labels, _: str) -> float | None:
-        return (paper.numbers(runs, cell) or [None])[0]
+        first: float | None = (paper.numbers(runs, cell) or [None])[0]
+        return first
 
     return compare(title, runs, {"last": Result.last}, printed, labels=labels)
 

@@ -126,7 +126,8 @@ def real(value: Any) -> float:
     possible = isinstance(value, int | float) and not isinstance(value, bool)
     if not possible or 1e300 < abs(value) < math.inf:
         raise ValueError(f"{str(value)[:40]} is not a number")
-    return value
+    number: float = value
+    return number
 
 
 def _former_callbacks(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:

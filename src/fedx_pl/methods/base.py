@@ -254,7 +254,8 @@ class SSLMethod(pl.LightningModule):
         Replace `backbone` or `projector` instead of overriding this method, since `FedXMixin`
         builds its ``F`` from the same two networks.
         """
-        return self.projector(self.backbone(x))
+        z: Tensor = self.projector(self.backbone(x))
+        return z
 
     def embed_views(self, batch: Views) -> Embeddings:
         """Embeds all views in one forward pass, so that they share BatchNorm statistics."""
@@ -407,9 +408,10 @@ def mlp(
     """A head as in the paper: Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights)."""
     hidden = nn.BatchNorm1d(hidden_dim) if batchnorm else None
     output = nn.BatchNorm1d(out_dim, affine=False) if standardized else None
-    return ProjectionHead(
+    head: nn.Module = ProjectionHead(
         [(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)]
     )
+    return head
 
 
 @torch.no_grad()

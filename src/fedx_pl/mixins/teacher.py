@@ -31,7 +31,8 @@ class Frozen:
         assert self.network is not None, "refresh() makes the copy"
         if self._unfolded is not None:
             self._check(x)
-        return self.network(x)
+        output: Tensor = self.network(x)
+        return output
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:

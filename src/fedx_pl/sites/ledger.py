@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.privacy import PrivacyOptions, composed_epsilon
+from fedx_pl.federation.options import PrivacyOptions
+from fedx_pl.federation.privacy import composed_epsilon
 from fedx_pl.files import checksum, write_atomically
 from fedx_pl.files.reading import read_bytes, read_json
 

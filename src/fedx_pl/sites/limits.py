@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fedx_pl.config.build import make_model
 from fedx_pl.config.compose import code_words
-from fedx_pl.config.schema import Config, SiteOptions
+from fedx_pl.config.groups import SiteOptions
+from fedx_pl.config.schema import Config
 from fedx_pl.data.images import cache_folder, root_folder
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.errors import UserError

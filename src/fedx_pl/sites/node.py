@@ -196,7 +196,7 @@ class Node:
         sizes: list[int] = []
 
         def pull(part: str) -> bytes:
-            content = download(part)
+            content: bytes = download(part)
             sizes.append(len(content))
             self._require_size(sum(sizes))
             return content

@@ -31,7 +31,7 @@ from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
-from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.options import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.federation.run_state import RunState
 from fedx_pl.files import make_private, write_atomically
