@@ -72,8 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         default=OUT,
         help="where the JSON goes (default benchmarks/results/latest.json)",
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="configuration keys for all of ours, e.g. run.compile=true data.root=FOLDER")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="configuration keys for all of ours, e.g. run.compile=true data.root=FOLDER",
+    )
     return parser
 
 
@@ -100,7 +106,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         "commit": commit(),
         "machine": machine(device),
     }
-    load, cores = header["machine"]["load_at_start"], header["machine"]["cores"]
+    load = header["machine"]["load_at_start"]
+    cores = header["machine"]["cores"]
     if load and load > cores / 4:
         console.print(
             f"note: other programs keep this machine busy (load {load} on {cores} cores): wait for a quiet moment"

@@ -27,8 +27,10 @@ class Bound:
             run: whose network, batch sizes, device and precision count.
             steps: forward and backward passes of one call.
         """
-        device, data = run.trainer.device, run.trainer.client_data(0, round_number=1)
-        self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
+        device = run.trainer.device
+        data = run.trainer.client_data(0, round_number=1)
+        self.batch = data.views_size
+        relation = min(data.relation_size, data.num_images)
         network = nn.Sequential(run.model.backbone, run.model.projector)
         self.student = _own(network, device).train()
         self.teacher: Frozen | None = None
@@ -40,7 +42,8 @@ class Bound:
         shape = next(data.epoch(0)).first.shape[1:]
         self.x = _images(2 * self.batch + relation, shape, device)
         self.seen_by_teacher = self.x[: self.batch + relation]
-        self.steps, self.device = steps, device
+        self.steps = steps
+        self.device = device
         self.precision = resolve_precision(run.trainer.precision, device)
 
     def step(self) -> None:

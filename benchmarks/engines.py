@@ -60,8 +60,10 @@ def _training(setting: Setting, part: Part) -> None:
         "federation.epochs=1",
     ]
     run = _build(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
-    cores, images = usable_cores(), images_of(run)
-    serial, started = SerialEngine(run.trainer), time.perf_counter()
+    cores = usable_cores()
+    images = images_of(run)
+    serial = SerialEngine(run.trainer)
+    started = time.perf_counter()
     with closing(RayEngine(run.trainer, run.config.engine)) as ray:
         _round(ray, threads=1)  # Waits for the workers.
         part.facts["seconds to the end of a first round, with the start of Ray"] = (
@@ -100,9 +102,13 @@ def _overhead(setting: Setting, part: Part) -> None:
     """Many clients whose training costs nothing: the wall time of each, with the two workers side by side."""
     clients = setting.few(100, 8)
     run = _build(
-        setting, "method=benchmarks.methods:EmptySimCLR", *_NOTHING, *backbone("thin"), f"data.limit={2 * clients}",
+        setting,
+        "method=benchmarks.methods:EmptySimCLR",
+        *_NOTHING,
+        *backbone("thin"),
+        f"data.limit={2 * clients}",
         f"federation.clients={clients}",
-    )  # fmt: skip
+    )
     serial = SerialEngine(run.trainer)
     with closing(RayEngine(run.trainer, run.config.engine)) as ray:
         _round(ray, threads=1)
@@ -141,7 +147,8 @@ def _round(engine: Engine, threads: int) -> float:
         global_state=state,
         batchnorm=trainer.batchnorm,
     )
-    started, average = time.perf_counter(), FedAvg(state.tensors())
+    started = time.perf_counter()
+    average = FedAvg(state.tensors())
     for update in engine.run(context, range(trainer.datamodule.num_clients), lambda _client: None):
         if isinstance(update, Lost):
             raise RuntimeError(update.reason)  # It would make the times meaningless.

@@ -18,7 +18,8 @@ from fedx_pl.evaluation.options import LinearOptions
 
 def whole(setting: Setting) -> Part:
     """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
-    images, epochs = setting.few(10_000, 640), setting.few(100, 5)
+    images = setting.few(10_000, 640)
+    epochs = setting.few(100, 5)
     size = [
         f"data.limit={images}",
         f"data.test_limit={images}",
@@ -31,7 +32,8 @@ def whole(setting: Setting) -> Part:
         name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True)
         for name in fedx
     }
-    rival, test = reference.Reference(runs["FedX"]), runs["FedX"].data.images.test
+    rival = reference.Reference(runs["FedX"])
+    test = runs["FedX"].data.images.test
     assert test is not None
     accuracies: list[float] = []
 
@@ -56,7 +58,8 @@ def whole(setting: Setting) -> Part:
 
 def probe(setting: Setting) -> Part:
     """The linear probe of both on the same 512 features of an untrained network."""
-    count, epochs = setting.few(10_000, 500), setting.few(100, 5)
+    count = setting.few(10_000, 500)
+    epochs = setting.few(100, 5)
     sizes = [f"data.limit={count}", f"data.test_limit={count}"]
     run = setting.build(*variant("plain", batch=64), *backbone("thin"), *sizes, evaluate=True)
     setting.say("extracting features")
@@ -107,7 +110,9 @@ def features(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     The network is untrained, but BatchNorm has seen images: enough for a linear probe to be far above chance.
     """
-    device, images, plain = run.trainer.device, run.data.images, run.data.augment.plain
+    device = run.trainer.device
+    images = run.data.images
+    plain = run.data.augment.plain
     torch.manual_seed(0)
     # 512 features at an eighth of ResNet-18's price.
     network = backbones.build(

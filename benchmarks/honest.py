@@ -23,9 +23,16 @@ from fedx_pl.trainer import FederatedTrainer
 RATES = (0.1, 0.3)
 METHODS = ("simclr", "moco", "byol", "protocl", "fedu")
 WORDS = (
-    "data=cifar10", "profile=cpu", "data.limit=600", "federation.clients=3", "federation.rounds=2",
-    "federation.epochs=3", "optim.batch_size=16", "aggregate.max_growth=0", "run.resume=never",
-)  # fmt: skip
+    "data=cifar10",
+    "profile=cpu",
+    "data.limit=600",
+    "federation.clients=3",
+    "federation.rounds=2",
+    "federation.epochs=3",
+    "optim.batch_size=16",
+    "aggregate.max_growth=0",
+    "run.resume=never",
+)
 LEAST = "kept"  # The smallest value of such a measure counts, of all others the largest.
 
 

@@ -73,8 +73,11 @@ class PilImages(Dataset[tuple[list[Tensor], int]]):
         self, split: Split, rows: np.ndarray, transform: transforms.Compose, views: int
     ) -> None:
         assert split.labels is not None
-        self.images, self.labels, self.rows = split.images, split.labels, rows
-        self.transform, self.views = transform, views
+        self.images = split.images
+        self.labels = split.labels
+        self.rows = rows
+        self.transform = transform
+        self.views = views
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,16 +96,17 @@ class Reference:
         Args:
             run: of FedX on SimCLR with the default relation.
         """
-        self.split, self.rows, self.device = (
-            run.data.images.train,
-            run.data.clients,
-            run.trainer.device,
-        )
+        self.split = run.data.images.train
+        self.rows = run.data.clients
+        self.device = run.trainer.device
         self.server = Network(run.model).to(self.device)
         self.clients = [copy.deepcopy(self.server) for _ in self.rows]
-        data, augment = run.trainer.client_data(0, round_number=1), run.data.augment
-        self.batch, self.relation = data.views_size, data.relation_size
-        side, options = self.split.images.shape[1], augment.options
+        data = run.trainer.client_data(0, round_number=1)
+        augment = run.data.augment
+        self.batch = data.views_size
+        self.relation = data.relation_size
+        side = self.split.images.shape[1]
+        options = augment.options
         self.to_tensor = [transforms.ToTensor(), transforms.Normalize(augment.mean, augment.std)]
         self.augment = transforms.Compose(
             [

@@ -76,9 +76,11 @@ class _Clock(pl.Callback):
     """Times the steps after the first: starting Trainer and workers is not counted against the rival."""
 
     def __init__(self, last: int, device: torch.device) -> None:
-        self.last, self.device = last, device
+        self.last = last
+        self.device = device
         self.seconds = 0.0
-        self._done, self._started = 0, 0.0
+        self._done = 0
+        self._started = 0.0
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._done += 1
@@ -92,7 +94,9 @@ class _Clock(pl.Callback):
 
 def lightly(run: Run, steps: int, workers: int) -> Contender:
     """The rival on a run's images, with ``workers`` loader processes; one call is ``steps`` timed steps."""
-    module, device, split = LightlySimCLR(run), run.trainer.device, run.data.images.train
+    module = LightlySimCLR(run)
+    device = run.trainer.device
+    split = run.data.images.train
     dataset = _Images(split, SimCLRTransform(input_size=split.images.shape[1], gaussian_blur=0.0))
     precision = resolve_precision(run.trainer.precision, device)
 
@@ -100,10 +104,17 @@ def lightly(run: Run, steps: int, workers: int) -> Contender:
         clock = _Clock(steps + 1, device)
         loader = DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers)
         trainer = pl.Trainer(
-            max_steps=steps + 1, max_epochs=-1, devices=1, callbacks=[clock], logger=False, enable_checkpointing=False,
-            accelerator="gpu" if device.type == "cuda" else "cpu", precision=precision,  # type: ignore[arg-type]
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            max_steps=steps + 1,
+            max_epochs=-1,
+            devices=1,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            precision=precision,  # type: ignore[arg-type]
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"

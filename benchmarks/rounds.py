@@ -65,8 +65,12 @@ class Setting:
     def build(self, *overrides: str, evaluate: bool = False) -> Run:
         """A run on CIFAR-10, ready to start; without ``evaluate`` it has no test images, so nothing is measured."""
         common = (
-            "data=cifar10", "profile=paper", "partition.kind=iid", f"run.device={self.device}", "run.resume=never",
-        )  # fmt: skip
+            "data=cifar10",
+            "profile=paper",
+            "partition.kind=iid",
+            f"run.device={self.device}",
+            "run.resume=never",
+        )
         config = configuration.compose([*common, *overrides, *self.overrides])
         run = build(config, report=lambda _line: None)
         if not evaluate:
@@ -138,7 +142,8 @@ def train(
 
 def images_of(run: Run) -> int:
     """Images of ``B`` that all clients see in a round in which all train."""
-    trainer, clients = run.trainer, range(run.data.num_clients)
+    trainer = run.trainer
+    clients = range(run.data.num_clients)
     return sum(
         steps_of(trainer, c) * trainer.client_data(c, round_number=1).views_size for c in clients
     )

@@ -24,7 +24,9 @@ from fedx_pl.engines.base import MemoryOf
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.federation.round import RoundContext, Update
 
-FEW, PER_ROUND, ROUNDS = 10, 10, 3
+FEW = 10
+PER_ROUND = 10
+ROUNDS = 3
 IMAGES_EACH = 50  # of a client in the comparison of times
 
 
@@ -93,9 +95,14 @@ def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str
         next(o for o in overrides if o.startswith("run.device=")).partition("=")[2]
     )
     run = Setting(device, overrides=tuple(overrides)).build(
-        "method=byol", *backbone("thin"), "optim.batch_size=32", f"federation.clients={clients}",
-        f"federation.fraction={PER_ROUND / clients}", f"federation.rounds={rounds}", "federation.epochs=1",
-    )  # fmt: skip
+        "method=byol",
+        *backbone("thin"),
+        "optim.batch_size=32",
+        f"federation.clients={clients}",
+        f"federation.fraction={PER_ROUND / clients}",
+        f"federation.rounds={rounds}",
+        "federation.epochs=1",
+    )
     train(run, engine=OneStep)
     gpu = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
     return {"peak_mb": _peak_mb(), "gpu_mb": gpu}
@@ -126,7 +133,8 @@ def _time(setting: Setting, part: Part, many: int) -> None:
             *variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1"
         )
 
-    few, runs = f"{FEW} clients", {clients: build(clients) for clients in (FEW, many)}
+    few = f"{FEW} clients"
+    runs = {clients: build(clients) for clients in (FEW, many)}
     times: dict[str, list[float]] = {few: [], f"{many} clients": []}
     around = setting.few(8, 1)
     for clients in [FEW] * around + [many] + [FEW] * around:

@@ -25,7 +25,8 @@ def draw(run: Path, picture: Path) -> None:
     """Writes the picture of a run on labeled images."""
     settings = config.load(run / "config.yaml")
     data = sources.load(settings.data, seed=settings.seed)
-    encoder, train = Encoder.of(run), data.labeled
+    encoder = Encoder.of(run)
+    train = data.labeled
     queries = [
         int(np.flatnonzero(data.test.labels == label)[0]) for label in range(len(data.classes))
     ]
@@ -36,15 +37,15 @@ def draw(run: Path, picture: Path) -> None:
         .indices.numpy()
     )
 
-    rows, columns = (
-        len(queries) // 2,
-        2 * NEIGHBORS + 3,
-    )  # two blocks of query and neighbors, a gap between them
+    # Two blocks of a query and its neighbors, with a gap between them.
+    rows = len(queries) // 2
+    columns = 2 * NEIGHBORS + 3
     figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.74, rows * 0.92), dpi=120)
     for axis in axes.flat:
         axis.set_axis_off()
     for label, query in enumerate(queries):
-        row, start = label % rows, (label // rows) * (NEIGHBORS + 2)
+        row = label % rows
+        start = (label // rows) * (NEIGHBORS + 2)
         show(axes[row, start], data.test.images[query], "black", data.classes[label])
         for place, image in enumerate(nearest[label]):
             color = GREEN if train.labels[image] == label else PALE_GRAY

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from fedx_pl.parts import importing
 
-# Torch's threads spin while they wait for each other. With this they soon give up and sleep, which is as fast on idle
-# cores and faster where other programs want them (docs/speed.md). GNU OpenMP reads it once, when torch is imported.
+# Torch's threads spin while they wait for each other. With this variable they soon sleep instead:
+# as fast on idle cores, faster on busy ones (docs/speed.md). GNU OpenMP reads it only once, when
+# torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -44,13 +45,49 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "BYOL", "IID", "AggregateOptions", "Aggregator", "AugmentOptions", "ClassesPerClient", "Dirichlet",
-    "EarlyStopping", "Embeddings", "Encoder", "Engine", "EngineOptions", "Evaluation", "EvaluationOptions",
-    "FedCAMixin", "FedProx", "FedU", "FedXMixin", "FedXOptions", "FederatedDataModule", "FederatedTrainer",
-    "Federation", "HealthOptions", "Loss", "MoCo", "MoonMixin", "OptimOptions", "Partition", "PrivacyOptions",
-    "ProtoCL", "QuantitySkew", "Regularizer", "RoundCallback", "RoundRecord", "SSLMethod", "Scaffold", "SimCLR",
-    "Update", "Views", "federate", "resnet10", "resnet18",
-]  # fmt: skip
+    "BYOL",
+    "IID",
+    "AggregateOptions",
+    "Aggregator",
+    "AugmentOptions",
+    "ClassesPerClient",
+    "Dirichlet",
+    "EarlyStopping",
+    "Embeddings",
+    "Encoder",
+    "Engine",
+    "EngineOptions",
+    "Evaluation",
+    "EvaluationOptions",
+    "FedCAMixin",
+    "FedProx",
+    "FedU",
+    "FedXMixin",
+    "FedXOptions",
+    "FederatedDataModule",
+    "FederatedTrainer",
+    "Federation",
+    "HealthOptions",
+    "Loss",
+    "MoCo",
+    "MoonMixin",
+    "OptimOptions",
+    "Partition",
+    "PrivacyOptions",
+    "ProtoCL",
+    "QuantitySkew",
+    "Regularizer",
+    "RoundCallback",
+    "RoundRecord",
+    "SSLMethod",
+    "Scaffold",
+    "SimCLR",
+    "Update",
+    "Views",
+    "federate",
+    "resnet10",
+    "resnet18",
+]
 
 _HOMES = {
     "fedx_pl.api": ("Federation", "federate"),

@@ -127,7 +127,8 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
     Raises:
         UserError: it cannot take the images, or gives something else than ``feature_dim`` features.
     """
-    network, channels = model.backbone, data.channels
+    network = model.backbone
+    channels = data.channels
     taken = backbones.first_channels(network)
     if hasattr(network, "options") and taken in (channels, None):
         return
@@ -140,10 +141,8 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
         reason = f"{type(error).__name__}: {first_line(error)}"
         instead = "a backbone for images of this size"
         if taken not in (channels, None):
-            reason, instead = (
-                f"its first convolution takes {taken} channels",
-                f"e.g. resnet18(channels={channels})",
-            )
+            reason = f"its first convolution takes {taken} channels"
+            instead = f"e.g. resnet18(channels={channels})"
         shape = " x ".join(map(str, blank.shape[1:]))
         raise UserError(
             f"the images have {channels} channel{'s' * (channels > 1)} ({shape}), and the backbone "
@@ -192,8 +191,9 @@ def _what_instead(name: str, item: Any) -> str:
         ("callbacks", RoundCallback),
         ("client_callbacks", pl.Callback),
         ("evaluations", Evaluation),
-        ("logger", Logger), ("regularizer", Regularizer),
-    ]  # fmt: skip
+        ("logger", Logger),
+        ("regularizer", Regularizer),
+    ]
     if isinstance(item, type) and issubclass(item, dict(homes)[name]):
         made = "EvaluationOptions()" if name == "evaluations" else ""
         return f"is a class; write {name}=[{item.__name__}({made})]"
@@ -205,7 +205,7 @@ def _what_instead(name: str, item: Any) -> str:
         "client_callbacks": "[Timer()], of pytorch_lightning.callbacks",
         "evaluations": "[Geometry(EvaluationOptions())], of fedx_pl.evaluation.embedding",
         "logger": 'True for a TensorBoard dashboard, False for none, or CSVLogger("logs")',
-    }[name]  # fmt: skip
+    }[name]
     return f"is not possible; write e.g. {name}={example}"
 
 

@@ -341,7 +341,8 @@ def frozen(schema: DictConfig) -> Config:
         raise UserError(f"wrong value for {error.full_key}: {first_line(error)}") from error
     assert isinstance(config, Config)
     values = dataclasses.asdict(config)
-    usual, method = _defaults(Parts.of(values)), config.method.name
+    usual = _defaults(Parts.of(values))
+    method = config.method.name
     ours = (
         _defaults(Parts(method))
         if method in METHOD.built_in

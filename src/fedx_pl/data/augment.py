@@ -180,10 +180,8 @@ class Augment:
         x = x.to(torch.float32, memory_format=torch.channels_last).permute(0, 2, 3, 1)
         key = (x.device, width)
         if key not in self._rows:  # kept: making a tensor from Python numbers waits for the device
-            mean, std = (
-                torch.tensor(self.mean, dtype=torch.float64),
-                torch.tensor(self.std, dtype=torch.float64),
-            )
+            mean = torch.tensor(self.mean, dtype=torch.float64)
+            std = torch.tensor(self.std, dtype=torch.float64)
             rows = (1 / (WHITE * std)).repeat(width), (-mean / std).repeat(width)
             self._rows[key] = (rows[0].float().to(x.device), rows[1].float().to(x.device))
         scale, shift = self._rows[key]
@@ -301,7 +299,9 @@ def warp(
     if flip is not None:
         half_w = torch.where(flip, -half_w, half_w)
     radians = zeros if degrees is None else degrees * (math.pi / 180)
-    cos, sin, aspect = radians.cos(), radians.sin(), size[1] / size[0]
+    cos = radians.cos()
+    sin = radians.sin()
+    aspect = size[1] / size[0]
     theta = torch.stack(
         [
             half_w * cos,

@@ -269,7 +269,8 @@ def normalization(
         UserError: there are more or fewer numbers than channels, or a standard deviation is not
             positive.
     """
-    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
+    means = tuple(mean) or (0.5,) * channels
+    stds = tuple(std) or (0.25,) * channels
     for name, values in (("mean", means), ("std", stds)):
         if len(values) != channels:
             advice = f"{channels} numbers, one per channel"

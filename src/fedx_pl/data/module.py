@@ -90,10 +90,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.report = report
         self.loader = loader
         self.partition = partition or Dirichlet()
-        self.batch_size, self.augment_options = (
-            batch_size,
-            options_of("augment", augment, AugmentOptions),
-        )
+        self.batch_size = batch_size
+        self.augment_options = options_of("augment", augment, AugmentOptions)
         self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
         self.root = root
         self.limit = limit
@@ -237,7 +235,8 @@ class FederatedDataModule(pl.LightningDataModule):
         """Refuses, before hours of decoding, a batch with two views that cannot fit."""
         if self.loader is not None or source.name not in RESIZED:
             return
-        side, channels = sources.stored_side(source), sources.stored_channels(source)
+        side = sources.stored_side(source)
+        channels = sources.stored_channels(source)
         view = self.augment_options.for_side(side).size or side
         needed = self.batch_size * channels * (side**2 + 2 * 4 * view**2)
         require_memory(

@@ -86,10 +86,14 @@ class RayEngine(Engine):
             self.trainer.note(f"starting Ray ({sizes}), about 15 s")
             tensors = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
             ray.init(
-                address="local", num_cpus=sizes.workers, num_gpus=gpus, include_dashboard=False,
+                address="local",
+                num_cpus=sizes.workers,
+                num_gpus=gpus,
+                include_dashboard=False,
                 object_store_memory=max(256 << 20, 4 * (sizes.workers + 2) * tensors),
-                _node_ip_address="127.0.0.1", **common,
-            )  # fmt: skip
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
             return sizes
         try:
             host, _, port = address.rpartition(":")
@@ -273,7 +277,10 @@ class Sizes(NamedTuple):
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
         workers = min(options.workers or max(room, 1), clients)
         if share and workers > room:
-            advice = f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and {workers} workers"
+            advice = (
+                f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and "
+                f"{workers} workers"
+            )
             raise OptionError("gpus_per_worker", share, advice=advice, owner=EngineOptions)
         return cls(workers, share, threads or max(1, cores // workers))
 

@@ -46,7 +46,8 @@ class Geometry(Evaluation):
         angles = self._local_angles(trainer, images, z, report=report, tick=tick)
         results |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
         if test is not None and test.labels is not None:
-            labels, names = torch.from_numpy(test.labels).to(z.device), data.classes
+            labels = torch.from_numpy(test.labels).to(z.device)
+            names = data.classes
             there = [
                 label for label in range(len(names)) if len(angles) and (labels == label).any()
             ]
@@ -120,7 +121,8 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
 
 def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
     generator = torch.Generator(trainer.device).manual_seed(derive(trainer.seed, "views"))
-    some, augment = _some(trainer, images, VIEWED), trainer.datamodule.augment
+    some = _some(trainer, images, VIEWED)
+    augment = trainer.datamodule.augment
     first, second = (
         embed(trainer, some, lambda batch: augment(batch, generator)) for _ in range(2)
     )

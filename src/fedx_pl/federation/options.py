@@ -109,7 +109,7 @@ class PrivacyOptions(Options):
             )
 
     def require_accountant(self) -> None:
-        """Raises an `OptionError` if there is noise, and the extra that accounts for it is missing."""
+        """Raises an `OptionError` if noise is on and the extra that accounts for it is missing."""
         if self.noise and importlib.util.find_spec("dp_accounting") is None:
             problem = f"needs dp-accounting; type {install_hint('privacy')}"
             raise OptionError("noise", self.noise, problem, owner=PrivacyOptions)

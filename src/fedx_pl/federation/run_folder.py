@@ -396,8 +396,8 @@ def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
     fork = _elsewhere(trainer, identity.forking(folder))
     another = identity.another(_named_by_hand(trainer))
     raise UserError(
-        f"{folder} {what}; {identity.write} {another} for a new run, {fork} for a new run from its weights, or "
-        f"delete {folder}"
+        f"{folder} {what}; {identity.write} {another} for a new run, {fork} for a new run from its "
+        f"weights, or delete {folder}"
     )
 
 
@@ -408,6 +408,7 @@ def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) ->
         changes = _changes(before, identity.content, differing, spelled=identity.setting)
         fork = identity.together(identity.another(), identity.forking(folder))
         raise UserError(
-            f"{folder} holds a run of another config ({changes}); {identity.write} {identity.another()}, use "
-            f"the same values, or start a new run from its weights: {fork}"
+            f"{folder} holds a run of another config ({changes}); {identity.write} "
+            f"{identity.another()}, use the same values, or start a new run from its weights: "
+            f"{fork}"
         )

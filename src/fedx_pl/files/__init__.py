@@ -272,7 +272,8 @@ def lock(folder: Path) -> IO[str]:
                 continue
             file.close()
             raise UserError(
-                f"another process is training in {folder}; wait for it, end it, or use another folder"
+                f"another process is training in {folder}; wait for it, end it, or use another "
+                "folder"
             ) from None
         except OSError as error:  # Some network file systems cannot lock.
             warnings.warn(

@@ -327,7 +327,8 @@ class SSLMethod(pl.LightningModule):
             if hasattr(datamodule, "num_clients")
             else _UnknownData()
         )
-        epochs, seed = max(self.trainer.max_epochs or 1, 1), torch.initial_seed() % 2**63
+        epochs = max(self.trainer.max_epochs or 1, 1)
+        seed = torch.initial_seed() % 2**63
         self.start_round(
             LocalRound(
                 round=1, rounds=1, client=0, epochs=epochs, epochs_before=0, seed=seed, data=data
@@ -388,7 +389,8 @@ class SSLMethod(pl.LightningModule):
         """A new SGD optimizer of all trainable parameters."""
         lr = self.optim.lr_at(self.local.round, self.local.rounds)
         trainable = [p for p in self.parameters() if p.requires_grad]
-        momentum, decay = self.optim.momentum, self.optim.weight_decay
+        momentum = self.optim.momentum
+        decay = self.optim.weight_decay
         optimizer = torch.optim.SGD(trainable, lr, momentum, weight_decay=decay, fused=True)
         # The fused kernel takes all momenta or none, and would fail for a head whose gradients
         # begin later than the others'. Starting from zero is what a first step does anyway.

@@ -28,10 +28,12 @@ def hyper_parameters(method: type) -> dict[str, Parameter]:
         init = vars(cls).get("__init__")
         if init is None:
             continue
-        hints, helps = typing.get_type_hints(init), _argument_help(inspect.getdoc(init))
+        hints = typing.get_type_hints(init)
+        helps = _argument_help(inspect.getdoc(init))
         parameters = inspect.signature(init).parameters.values()
         for parameter in parameters:
-            name, default = parameter.name, parameter.default
+            name = parameter.name
+            default = parameter.default
             if isinstance(default, _PLAIN):
                 hint = _plain_type(hints.get(name, Any))
                 found.setdefault(name, Parameter(hint, default, helps.get(name, "")))

@@ -32,7 +32,8 @@ class Ledger:
         Args:
             state: the folder of the site's private state.
         """
-        self._state, self._file = state, state / FILE
+        self._state = state
+        self._file = state / FILE
         self.answers()
 
     def answers(self) -> dict[float, int]:

@@ -224,7 +224,8 @@ class Node:
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""
         run = incoming.message.metadata.run_id
-        TaskIdentity.run_id, TaskIdentity.node_id = run, self._node.node_id
+        TaskIdentity.run_id = run
+        TaskIdentity.node_id = self._node.node_id
         reply = Message(record(content), reply_to=incoming.message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
