@@ -17,7 +17,10 @@ from fedx_pl.evaluation.options import LinearOptions
 
 
 def whole(setting: Setting) -> Part:
-    """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
+    """Measures a round of one epoch on 10,000 images, with its evaluation.
+
+    Ours also has a kNN evaluation, which the reference does not have.
+    """
     images = setting.few(10_000, 640)
     epochs = setting.few(100, 5)
     size = [
@@ -57,7 +60,7 @@ def whole(setting: Setting) -> Part:
 
 
 def probe(setting: Setting) -> Part:
-    """The linear probe of both on the same 512 features of an untrained network."""
+    """Measures both linear probes on the same 512 features of an untrained network."""
     count = setting.few(10_000, 500)
     epochs = setting.few(100, 5)
     sizes = [f"data.limit={count}", f"data.test_limit={count}"]
@@ -106,9 +109,10 @@ def probe(setting: Setting) -> Part:
 
 
 def features(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(N, 512) features and (N,) labels of the train, then of the test images.
+    """Returns features (N, 512) and labels (N,) of the train images, then of the test images.
 
-    The network is untrained, but BatchNorm has seen images: enough for a linear probe to be far above chance.
+    The network is untrained, but its BatchNorm has seen images. That is enough for a linear probe
+    to be far above chance.
     """
     device = run.trainer.device
     images = run.data.images

@@ -1,7 +1,8 @@
-"""How far honest updates are from the bounds that refuse bad ones; the table of docs/robustness.md.
+"""The distance of honest updates from the bounds that refuse bad ones, as in docs/robustness.md.
 
-``python -m benchmarks.honest [key=value ...]`` trains two short rounds of each method, with and without FedX, at two
-learning rates, and prints the extremes over all updates. It takes about five minutes on two idle cores.
+``python -m benchmarks.honest [key=value ...]`` trains two short rounds of each method, with and
+without FedX, at two learning rates. It prints the extremes over all updates. It takes about five
+minutes on two idle cores.
 """
 
 import math

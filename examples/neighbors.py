@@ -1,9 +1,9 @@
-"""Draws the picture in the README: test images, and the training images that a run's encoder finds most alike.
+"""Draws the picture in the README: test images and their nearest neighbors in the training set.
 
     python examples/neighbors.py runs/NAME docs/neighbors.png
 
-Nothing is chosen by hand: the query is the first test image of each class. A green frame marks a neighbor of the same
-class; the encoder never saw a label.
+Nothing is chosen by hand: the query is the first test image of each class. A green frame marks a
+neighbor of the same class. The encoder never saw a label.
 """
 
 import sys
@@ -55,7 +55,7 @@ def draw(run: Path, picture: Path) -> None:
 
 
 def show(axis: plt.Axes, image: np.ndarray, color: str, title: str = "") -> None:
-    """One image in a frame."""
+    """Draws one image in a frame."""
     axis.set_axis_on()
     axis.set(xticks=[], yticks=[])
     axis.imshow(image, interpolation="bicubic")
