@@ -93,7 +93,7 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
 
 
 def first_channels(network: nn.Module) -> int | None:
-    """How many channels the first convolution takes; None if there is none."""
+    """The number of channels that the first convolution takes; None if there is none."""
     convolutions = (module for module in network.modules() if isinstance(module, nn.Conv2d))
     return next((convolution.in_channels for convolution in convolutions), None)
 

@@ -1,4 +1,4 @@
-"""How far clients move away from the global weights."""
+"""The drift of clients: their distance from the global weights."""
 
 from __future__ import annotations
 

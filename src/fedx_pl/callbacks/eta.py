@@ -1,4 +1,4 @@
-"""When a run will be done: by its current training rate, and the training and evaluations left."""
+"""The estimated end of a run, from its training rate and the work that is left."""
 
 import statistics
 from collections import Counter

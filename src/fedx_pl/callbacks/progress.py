@@ -124,7 +124,7 @@ class Terminal(Display):
         return self._left.seconds()
 
     def below(self) -> Sequence[Text]:
-        """What the last client reported, and what the workers do."""
+        """Lines with the last client's report and the state of the workers."""
         client = _joined(self._rate, self._loss and f"last client: {self._loss}", self._terms)
         workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
         # A site chooses the names of its losses; there may be many workers.

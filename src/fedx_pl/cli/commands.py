@@ -1,4 +1,4 @@
-"""What can be typed after ``fedx-pl``: all commands, their options and their help.
+"""All commands of ``fedx-pl``, with their options and help.
 
 Nothing heavy is imported here, so that help and mistakes are answered at once. The work of a
 command is done by the function `run` of its module, which imports torch.

@@ -97,7 +97,7 @@ def _explained(error: click.UsageError) -> UserError:
 
 
 def _message(error: Exception) -> str:
-    """What to say about an error that the user can mend; nothing about a defect."""
+    """The message for an error that the user can fix; empty for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):

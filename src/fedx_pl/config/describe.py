@@ -63,7 +63,7 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
 
 
 def expectation(run: Run, seconds: float) -> str:
-    """Where a run trains and how long it takes."""
+    """Describes where a run trains and how long it takes."""
     trainer = run.trainer
     config = run.config
     cuda = trainer.device.type == "cuda"

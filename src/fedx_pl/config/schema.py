@@ -245,7 +245,7 @@ def in_keys(group: str = "") -> Iterator[None]:
 
 @cache
 def _prefixes() -> dict[str, str]:
-    """What stands before the keys of each class of options, by the name of the class."""
+    """The prefix of the keys of each class of options, by the name of the class."""
 
     def walk(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield type(options).__name__, prefix

@@ -26,7 +26,7 @@ SIGMA = (0.1, 2.0)  # SimCLR's range of blur
 
 
 class _Uniforms(NamedTuple):
-    """One uniform number in [0, 1) per image and decision, each of shape (B,).
+    """Uniform numbers in [0, 1), one per image and decision, each of shape (B,).
 
     All are drawn whatever the options are, so that switching one step off leaves the other steps'
     randomness as it was.

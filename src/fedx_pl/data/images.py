@@ -39,7 +39,7 @@ ValueRange = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
-    """Which images, where they are and how they are read."""
+    """Options of the images: their source, their place and how they are read."""
 
     name: str = option("cifar10", "cifar10, cifar100, svhn, fmnist, imagenet10 or folder")
     root: str = option(

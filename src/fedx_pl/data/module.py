@@ -112,7 +112,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._ready = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: images that can be loaded again are left behind, test images too."""
+        """The state for another process, without test images and images that it can load again."""
         state = vars(self) | {"report": _silent, "_stores": {}, "trainer": None, "test": None}
         if isinstance(self.source, str | DataOptions):
             for name in ("images", "clients", "augment"):

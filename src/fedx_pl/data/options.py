@@ -9,7 +9,7 @@ CROPS = ("pad", "resized", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentOptions(Options):
-    """How training images are augmented: geometry, then color, gray and blur; 0 skips a step."""
+    """Options of augmentation: geometry, then color, gray and blur; 0 skips a step."""
 
     crop: str = option(
         "pad",

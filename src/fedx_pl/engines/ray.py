@@ -251,7 +251,7 @@ class RayEngine(Engine):
 
 
 class Sizes(NamedTuple):
-    """How many workers, and what each of them gets."""
+    """The number of workers, and the resources of each."""
 
     workers: int
     gpus: float

@@ -1,4 +1,4 @@
-"""What runs in a worker's process, and how states travel to it and back."""
+"""The process of a worker, and how states travel to it and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EMPTY = GlobalState(weights={})
 
 
 class Workload(NamedTuple):
-    """What a worker trains with."""
+    """The objects that a worker trains with."""
 
     model: SSLMethod
     data: FederatedDataModule
@@ -70,7 +70,7 @@ class Workload(NamedTuple):
 
     @classmethod
     def unpacked(cls, content: bytes) -> Workload:
-        """Reverses `packed`."""
+        """Unpacks the bytes that `packed` made."""
         from ray import cloudpickle
 
         workload: Workload = cloudpickle.loads(content)
@@ -93,7 +93,7 @@ class Answer(NamedTuple):
 
 
 class Worker:
-    """What runs in a worker's process."""
+    """The actor that trains clients in a worker's process."""
 
     def start(self, work: bytes, folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
         """Loads images and model.

@@ -7,7 +7,7 @@ from fedx_pl.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions(Options):
-    """How the linear probe is trained; the defaults are those of the FedX authors."""
+    """Options of the linear probe; the defaults are those of the FedX authors."""
 
     preset: str = option(
         "fedx",
@@ -33,7 +33,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SemiOptions(Options):
-    """How the network is fine-tuned on few labels; most defaults are the paper's."""
+    """Options of fine-tuning on few labels; most defaults are the paper's."""
 
     fractions: list[float] = option(
         [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1
@@ -50,7 +50,7 @@ class SemiOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(Options):
-    """How often and how the encoder is measured."""
+    """Options of the evaluation of the encoder."""
 
     labels: str = option(
         "all",

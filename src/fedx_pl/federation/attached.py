@@ -1,4 +1,4 @@
-"""What callbacks, engines and evaluations may use of a trainer that has a model and images."""
+"""The view of a trainer with model and images for callbacks, engines and evaluations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Attached:
 
     @property
     def num_sampled(self) -> int:
-        """How many clients train in a round."""
+        """The number of clients that train in a round."""
         clients = self.datamodule.num_clients
         sampled = self.clients_per_round
         # `round` would turn half of 5 into 2.

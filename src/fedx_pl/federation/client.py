@@ -1,4 +1,4 @@
-"""One client, one round: take the global state, fit, return an update."""
+"""One round of one client: it takes the global state, fits, and returns an update."""
 
 import logging
 import signal

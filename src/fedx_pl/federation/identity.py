@@ -47,7 +47,7 @@ PYTHON = "python"  # the profile and the recipe of a run that was made from obje
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """How a run is described in its folder, and in messages to its user."""
+    """The description of a run in its folder and in messages to its user."""
 
     name: str
     seed: int
@@ -66,17 +66,17 @@ class Identity:
 
     @property
     def write(self) -> str:
-        """What the user does to change a setting."""
+        """The verb for changing a setting."""
         return "type" if self.typed else "write"
 
     def another(self, by_hand: bool = True) -> str:
-        """What to change for a new run."""
+        """The setting to change for a new run."""
         if not self.typed:
             return 'default_root_dir="ANOTHER"'
         return "run.dir=ANOTHER" if by_hand else "name=ANOTHER"
 
     def forking(self, folder: Path) -> str:
-        """What to add for a run that starts from the weights of another."""
+        """The setting to add for a run that starts from the weights of another."""
         return f"--fork {folder}" if self.typed else f'fork="{folder}"'
 
     def together(self, *changes: str) -> str:

@@ -36,7 +36,7 @@ REGULARIZERS: "Parts[type[Regularizer]]" = Parts(
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateOptions(Options):
-    """How far the server trusts an update; docs/robustness.md describes each rule."""
+    """Options of aggregation; docs/robustness.md describes each rule."""
 
     rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
     clip: float = option(
@@ -81,7 +81,7 @@ class AggregateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyOptions(Options):
-    """How much of a client may show in its update; off by default."""
+    """Options of differential privacy; off by default."""
 
     clip: float = option(
         0.0, "C, largest L2 norm of a client's update; 0: any", example=1.0, at_least=0

@@ -109,7 +109,7 @@ def read_run(folder: Path, round_number: int | None = None) -> Checkpoint:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What the files beside the checkpoints say, for each checkpoint to keep."""
+    """Summarizes the files beside the checkpoints; each checkpoint keeps the summary."""
     return {
         "config.yaml": _settings(folder / "config.yaml"),
         "split.json": _sum_of(folder / "split.json", "fingerprint", "clients"),

@@ -72,7 +72,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(record: Any) -> dict[str, Any]:
-    """Reverses `sealed`.
+    """Returns the content that `sealed` wrapped.
 
     Raises:
         ValueError: the checksum is missing or wrong.

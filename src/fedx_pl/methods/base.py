@@ -33,7 +33,7 @@ State = dict[str, Tensor]
 
 
 class Views(NamedTuple):
-    """One training batch of ``n`` images, augmented and normalized on the training device.
+    """A training batch of ``n`` images, augmented and normalized on the training device.
 
     Views are stacked in one tensor, so a forward pass over adjacent views needs no copy.
     """
@@ -118,11 +118,11 @@ class EmaPair(NamedTuple):
 
 
 class LocalData(Protocol):
-    """What a method may ask of the client's own images."""
+    """Access of a method to the client's own images."""
 
     @property
     def num_images(self) -> int:
-        """How many images the client owns."""
+        """The number of images that the client owns."""
 
     @property
     def batch_size(self) -> int:
@@ -132,7 +132,7 @@ class LocalData(Protocol):
         """All images in order, not augmented, normalized, batch by batch."""
 
     def plain_sample(self, size: int) -> Tensor:
-        """At most ``size`` images drawn at random, not augmented, normalized."""
+        """Draws up to ``size`` images at random, normalized and not augmented."""
 
 
 class _UnknownData:
@@ -147,7 +147,7 @@ class _UnknownData:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRound:
-    """Where a client stands when its local training starts."""
+    """The state of a client when its local training starts."""
 
     round: int  # 1-based
     rounds: int
@@ -240,7 +240,7 @@ class SSLMethod(pl.LightningModule):
         return {}
 
     def reserved_images(self, batch_size: int) -> int:
-        """How many images of a step are not in ``B``.
+        """The number of images of a step that are not in ``B``.
 
         They are the relation batch, or left out so that results are comparable.
         """

@@ -44,7 +44,7 @@ def hyper_parameters(method: type) -> dict[str, Parameter]:
 
 @cache
 def declared_parameters(path: str) -> dict[str, Parameter]:
-    """What `hyper_parameters` would find for a method of ours, read from its source.
+    """The hyper-parameters of a built-in method, read from its source without importing it.
 
     Importing the method would import torch and Lightning, which takes seconds; a typo in a key
     should be answered at once.

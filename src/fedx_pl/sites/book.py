@@ -1,4 +1,4 @@
-"""Which site is which client of a run."""
+"""The record of which site is which client of a run."""
 
 import json
 import secrets

@@ -47,7 +47,7 @@ from fedx_pl.sites.certificates import (
 
 @dataclass(frozen=True, kw_only=True)
 class SiteKeys:
-    """What a site holds."""
+    """The keys and certificates of a site."""
 
     name: str
     server: str  # HOST:PORT
@@ -57,7 +57,7 @@ class SiteKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """What the coordinator holds."""
+    """The keys and certificates of the coordinator."""
 
     ca: Path
     certificate: Path

@@ -37,7 +37,7 @@ class Ledger:
         self.answers()
 
     def answers(self) -> dict[float, int]:
-        """How many answers have left the site, by their noise."""
+        """The number of answers that have left the site, by their noise."""
         answers = self._read()
         lost = self._count() - sum(answers.values())
         if lost > 0:  # The ledger was deleted, or replaced by an older copy.
@@ -99,7 +99,7 @@ class Ledger:
             raise self._damaged(self._file, error) from error
 
     def _count(self) -> int:
-        """How many answers have left the site; 0 if that is not recorded."""
+        """The number of answers that have left the site; 0 if that is not recorded."""
         file = self._state / COUNT
         try:
             return int(read_bytes(file, limit=100))

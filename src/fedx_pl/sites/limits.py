@@ -76,7 +76,7 @@ def _require(key: str, asked: float, most: float, what: str) -> None:
 
 
 def _count(config: Config) -> int:
-    """How many files may be images of this site; 0 for data sets of a fixed image size."""
+    """The number of possible image files of this site; 0 for data sets of a fixed image size."""
     root = root_folder(config.data)
     data = config.data
     folders = {

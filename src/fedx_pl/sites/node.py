@@ -108,7 +108,7 @@ class Node:
         trust: Trust | None = None,
         max_bytes: float = math.inf,
     ) -> None:
-        """Connects.
+        """Connects to the coordinator.
 
         Args:
             server: HOST:PORT.

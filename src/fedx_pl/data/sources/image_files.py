@@ -53,7 +53,7 @@ _ROWS = 256  # scaled at once: pixels as float64 take eight times the memory
 
 
 class Facts(TypedDict):
-    """What is known of a file before it is decoded.
+    """Facts about a file that are known before it is decoded.
 
     Attributes:
         pages: how many images it holds.

@@ -74,7 +74,7 @@ class RawSet:
 
 @dataclass(frozen=True)
 class Layout:
-    """One set of files that a data set comes in.
+    """A set of files that a data set comes in.
 
     Attributes:
         files: paths that must exist, relative to the folder that is searched.
@@ -92,7 +92,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSet:
-    """One data set, as it can be found and verified.
+    """A data set, with how it is found and verified.
 
     Attributes:
         layouts: the files it comes in, preferred first.
