@@ -223,7 +223,7 @@ class Dashboard(RoundCallback):
         classes = self.trainer.datamodule.images.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
-        return [classes[label] if label >= 0 else "unlabelled" for label in labels]
+        return [classes[label] if label >= 0 else "unlabeled" for label in labels]
 
     def _features(self) -> Tensor:
         """The features of the gallery by the current model."""

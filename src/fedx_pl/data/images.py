@@ -76,11 +76,11 @@ class DataOptions(Options):
         "none", "folder: none, folders (parent folder = class) or a CSV file path,label"
     )
     test_root: str = option(
-        "", "folder: labelled images to evaluate on; empty: hold out test_fraction"
+        "", "folder: labeled images to evaluate on; empty: hold out test_fraction"
     )
     test_fraction: float = option(
         0.2,
-        "folder: share of the labelled images kept out of training, to evaluate on",
+        "folder: share of the labeled images kept out of training, to evaluate on",
         at_least=0,
         at_most=1,
     )
