@@ -63,11 +63,11 @@ class Pace:
         self._last: float | None = None  # time of the last report; None: nothing is being done
 
     def start(self) -> None:
-        """Work begins now."""
+        """Called when work begins."""
         self._last = self._clock()
 
     def stop(self) -> None:
-        """Work has ended with the last report; the time since then does not count."""
+        """Called when work has ended with the last report; the time since then does not count."""
         self._last = None
 
     def done(self, work: float) -> None:

@@ -64,7 +64,7 @@ class Terminal(Display):
         self._move(f"round {first}/{self.rounds}")
 
     def start(self, round_number: int, done: int, clients: int, steps: int) -> None:
-        """A round begins, or one of its clients was trained by an earlier process.
+        """Called when a round begins, or when an earlier process has trained one of its clients.
 
         Only now, since real sites may have been waited for.
         """

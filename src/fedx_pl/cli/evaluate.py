@@ -197,7 +197,7 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
 
 
 def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) -> None:
-    """Weights may be measured, but not trained, with code that was edited since."""
+    """Compares the code with the run's; if it was edited, weights are measured, but not trained."""
     before = foreign_code.read_record(folder)
     code = foreign_code.code_of(*brought(config))
     if before is None and code:

@@ -187,7 +187,10 @@ def pack(state: State) -> Packed:
 
 
 def unpack(state: Packed, device: torch.device = CPU) -> State:
-    """Reverses `pack`. What came through the object store is shared and must not be changed."""
+    """Restores the tensors that `pack` packed.
+
+    What came through the object store is shared and must not be changed.
+    """
     unpacked = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")

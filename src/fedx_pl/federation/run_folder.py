@@ -356,7 +356,7 @@ def _refuse_other_run(trainer: FederatedTrainer, code: Record) -> None:
 
 
 def _refuse_other_images(trainer: FederatedTrainer) -> None:
-    """Keys may be the same and images different: a folder that has grown, an edited split file."""
+    """Refuses other images under the same keys: a folder that has grown, an edited split file."""
     images = trainer.datamodule.images
     clients = trainer.datamodule.clients
     file = trainer.folder / "split.json"
@@ -376,7 +376,7 @@ def _refuse_other_images(trainer: FederatedTrainer) -> None:
 
 
 def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
-    """The same command may run a method that was edited since."""
+    """Refuses a method that was edited since the run was trained."""
     folder = trainer.folder
     identity = trainer.description
     before = foreign_code.read_record(folder)

@@ -68,7 +68,7 @@ class ServerKeys:
 
 
 def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
-    """Makes the CA, the coordinator's certificate and a key for each site; what exists is kept.
+    """Makes the CA, the coordinator's certificate and a key for each site; keeps existing ones.
 
     Args:
         folder: where to put everything.

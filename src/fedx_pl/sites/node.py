@@ -62,15 +62,15 @@ MAX_PARTS = 20_000  # of one message
 
 
 class Unreachable(Exception):
-    """Nobody answers, or the coordinator does not know this site any more: connect again."""
+    """Raised when nobody answers or the coordinator has forgotten this site; connect again."""
 
 
 class Refused(Exception):
-    """The coordinator answers, but rejects this site."""
+    """Raised when the coordinator rejects this site."""
 
 
 class WrongCertificate(Refused):
-    """The coordinator's certificate is not one of this federation."""
+    """Raised when the coordinator's certificate is not one of this federation."""
 
 
 class Incoming(NamedTuple):

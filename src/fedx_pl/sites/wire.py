@@ -39,7 +39,7 @@ def pack(content: Content) -> tuple[str, bytes]:
 
 
 def unpack(text: str, blob: bytes) -> Content:
-    """Reads what `pack` wrote, or anyone else."""
+    """Reads a message that `pack` wrote, or a stranger."""
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
