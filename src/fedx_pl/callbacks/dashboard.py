@@ -59,7 +59,7 @@ class Dashboard(RoundCallback):
     @override
     def setup(self, trainer: FederatedTrainer) -> None:
         self.trainer = trainer
-        vars(self).pop("gallery", None)  # That of an earlier fit is of other images.
+        vars(self).pop("gallery", None)  # An earlier fit had other images.
         # Cuts off what was written after the last saved round: it is written again.
         self.writer = RunWriter(
             trainer.folder / "tensorboard", lengths=self._files, max_clients=self.client_curves

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what was typed after ``fedx-pl``; ``sys.argv`` unless given.
 
     Returns:
-        The exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C.
+        The exit code: 2 for a mistake that the user can fix, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -216,7 +216,7 @@ def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Ten
         images: (B, H, W, C), any dtype.
         u_y: (B,) in [0, 1): vertical place of the crop.
         u_x: (B,) in [0, 1): horizontal place of the crop.
-        pad: Any size, even beyond the image (the reflection goes on and on).
+        pad: Any size, even beyond the image (the reflection is repeated).
         flip: (B,) bool.
 
     Returns:

@@ -33,7 +33,7 @@ NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process end
 # Where data.image_size has a meaning: the images of other data sets have one size.
 RESIZED = ("folder", "imagenet10", ARRAYS)
 VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such a range
-# Of images with more than 8 bits per value: what becomes 0 and 255.
+# The values that become 0 and 255 in images with more than 8 bits per value.
 ValueRange = tuple[float, float]
 
 

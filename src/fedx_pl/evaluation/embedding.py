@@ -108,7 +108,7 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
     number = trainer.current_round
     try:
         trainer.memory_of(client)
-    except UserError as error:  # It speaks of going on, which nobody wants to here.
+    except UserError as error:  # It speaks of resuming, which is not wanted here.
         kept = trainer.checkpoints.rounds()
         others = ", ".join(str(other) for other in kept if other != number)
         instead = f"type --round with one of {others}" if others else "no other round was kept"

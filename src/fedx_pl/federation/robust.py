@@ -165,7 +165,7 @@ class NormClipping(_Holding):
         result: State = {}
         for kind, names in self._kinds().items():
             norms = [self._norm(held.state, names) for held in updates]
-            # Of two clients the smaller norm, since one may be the attacker.
+            # With two clients, the smaller norm counts, since one may be the attacker.
             bound = self.clip * statistics.median_low(norms)
             clipped = []
             for held, norm in zip(updates, norms, strict=True):

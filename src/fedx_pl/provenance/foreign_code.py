@@ -212,7 +212,7 @@ class _Place(NamedTuple):
 def _has_file(name: str) -> bool:
     if file_of(name) is None:
         return name in sys.builtin_module_names
-    return name != "__main__"  # Of a script only what the run uses counts, as of a notebook.
+    return name != "__main__"  # Only what the run uses of a script counts, as for a notebook.
 
 
 def _locate(name: str) -> _Place:

@@ -60,7 +60,7 @@ class Guard:
             same = [one for one in waiting if one.ends[0] == place[0]]
             if len(same) >= self.each or len(self._held) >= self.most:
                 candidates = same if len(same) >= self.each else waiting
-                # Who has sent a signed request before may well send another one.
+                # A caller that has sent a signed request may well send another one.
                 for one in sorted(candidates, key=lambda one: (one.served, one.waiting or 0.0))[:1]:
                     one.cut()
             if len(self._held) >= self.most + BACKLOG:  # Those that were cut are not gone yet.

@@ -109,14 +109,14 @@ class Link:
             found, size = self._record(node, kind, content)
             self._sent = Size(*map(max, self._sent, size))
             (message,) = self._grid.push_messages([Message(found, node, kind, ttl=seconds)])
-        # Of an unsent message, the SuperLink says that there is no answer.
+        # The SuperLink says of an unsent message that there is no answer.
         return str(message) or f"unsent {secrets.token_hex(8)}"
 
     def _record(self, node: int, kind: str, content: wire.Content) -> tuple[Any, Size]:
         text, blob = wire.pack(content)
         seal: dict[str, Any] = {}
         if self._seal is not None and self._keys is not None:
-            # Who has left is no site any more; the SuperLink will say so.
+            # A site that has left has no key here; the SuperLink will report it.
             public = self._keys.sites.get(self._names.get(node, ""), b"")
             seal = self._seal.fields(public, kind, text, blob)
         return sealed_record(text, blob, seal), size_of(blob)

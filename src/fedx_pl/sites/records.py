@@ -122,7 +122,7 @@ def sealed_record(text: str, blob: bytes, seal: dict[str, Any]) -> Any:
 def read(
     record: Any, most: Size | None = None, check: Callable[[Any, str, bytes], None] | None = None
 ) -> wire.Content:
-    """Reads a Flower record that `record` made, or a stranger.
+    """Reads a Flower record, which a stranger may have made.
 
     Args:
         record: the record of a message.

@@ -39,7 +39,7 @@ def pack(content: Content) -> tuple[str, bytes]:
 
 
 def unpack(text: str, blob: bytes) -> Content:
-    """Reads a message that `pack` wrote, or a stranger."""
+    """Reads a message, which a stranger may have written."""
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
