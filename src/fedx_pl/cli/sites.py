@@ -210,7 +210,7 @@ def _take_part(options: SimpleNamespace) -> None:
         _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
         if here.refusal:
             raise UserError(
-                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start "
+                f"the coordinator cannot take this site: {here.refusal}; when it is fixed, start "
                 "this site again"
             )
         return

@@ -162,8 +162,8 @@ class Site:
             return None
         except (UserError, BadMessage) as error:
             reason = wire.plain(error)
-            mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
-            self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
+            advice = "; when it is fixed, start this site again" if kind == wire.HELLO else ""
+            self.report(f"cannot do what the coordinator asks for: {reason}{advice}")
             if isinstance(error, Unusable):
                 reason = "its images cannot be used; the site's own terminal tells more"
         except (KeyboardInterrupt, SystemExit):
