@@ -30,8 +30,20 @@ HEALTH = ("rankme", "uniformity", "feature_std")
 WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
 # Columns of metrics.csv that are neither client metrics nor added by a user's callbacks.
 BUILT_IN = {
-    *("round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds"),
-    *("round_seconds", "epsilon", "bytes_up", "bytes_down", "drift", "trained", "images"),
+    "round",
+    "loss",
+    "clients",
+    "dropped",
+    "lr",
+    "images_per_second",
+    "train_seconds",
+    "round_seconds",
+    "epsilon",
+    "bytes_up",
+    "bytes_down",
+    "drift",
+    "trained",
+    "images",
     *(f"{kind}_seconds" for kind in WORK),
 }
 BUILT_IN_PREFIXES = ("loss_", "knn_", "linear_")

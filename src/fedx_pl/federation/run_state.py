@@ -13,9 +13,21 @@ DAMAGED = (
 )
 # Columns of metrics.csv that are used again. A user's callbacks may add others.
 _NUMBERS = (
-    *("loss", "knn_top1", "linear_top1", "linear_top5", "clients", "dropped"),
-    *("images_per_second", "train_seconds", "round_seconds", "data_seconds", "step_seconds"),
-    *("aggregate_seconds", "evaluate_seconds", "bytes_up", "bytes_down"),
+    "loss",
+    "knn_top1",
+    "linear_top1",
+    "linear_top5",
+    "clients",
+    "dropped",
+    "images_per_second",
+    "train_seconds",
+    "round_seconds",
+    "data_seconds",
+    "step_seconds",
+    "aggregate_seconds",
+    "evaluate_seconds",
+    "bytes_up",
+    "bytes_down",
 )
 _MAX_COUNT = 2**53  # more than any run can count
 
