@@ -1,1 +1,4 @@
-"""How fast a federated round is: against the authors' procedure, against a rival and against the hardware."""
+"""Benchmarks of a federated round.
+
+They compare it with the authors' procedure, with a rival and with what the hardware allows.
+"""

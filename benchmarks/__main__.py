@@ -33,9 +33,8 @@ OUT = Path(__file__).parent / "results" / "latest.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts asked for; a missed target is a result, not an error."""
     options = _parser().parse_args(arguments)
-    console = Console(
-        highlight=False, width=None if sys.stdout.isatty() else 120
-    )  # A file has no width.
+    width = None if sys.stdout.isatty() else 120  # A file has no width.
+    console = Console(highlight=False, width=width)
     try:
         _run(options, console)
     except UserError as error:
@@ -72,8 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         default=OUT,
         help="where the JSON goes (default benchmarks/results/latest.json)",
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="configuration keys for all of ours, e.g. run.compile=true data.root=FOLDER")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="configuration keys for our runs, e.g. run.compile=true data.root=FOLDER",
+    )
     return parser
 
 
@@ -100,10 +105,12 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         "commit": commit(),
         "machine": machine(device),
     }
-    load, cores = header["machine"]["load_at_start"], header["machine"]["cores"]
+    load = header["machine"]["load_at_start"]
+    cores = header["machine"]["cores"]
     if load and load > cores / 4:
         console.print(
-            f"note: other programs keep this machine busy (load {load} on {cores} cores): wait for a quiet moment"
+            f"note: other programs keep this machine busy (load {load} on {cores} cores): wait "
+            "for a quiet moment"
         )
     parts: dict[str, report.Part] = {}
     for name in options.only:
@@ -117,9 +124,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         parts[name] = PARTS[name][0](setting)
         parts[name].facts["seconds in all"] = time.perf_counter() - started
         report.show(console, name, parts[name], quick=options.quick)
-        report.save(
-            options.out, header, parts
-        )  # After every part: an interruption keeps what is done.
+        # After every part, so that an interruption keeps what is done.
+        report.save(options.out, header, parts)
     verdicts = [row.verdict for part in parts.values() for row in part.rows if row.verdict]
     summary = "" if options.quick else f"{verdicts.count('met')} of {len(verdicts)} targets met; "
     console.print(f"{summary}saved in {options.out}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``bound``: the network's forward and backward passes on tensors already made, and nothing else."""
+"""``bound``: only the network's forward and backward passes, on tensors already made."""
 
 import copy
 
@@ -13,22 +13,25 @@ from fedx_pl.mixins.teacher import Frozen
 
 
 class Bound:
-    """What the hardware allows for a run's training: no data, no augmentation, no loss, no optimiser, no Trainer.
+    """The fastest training that the hardware allows for a run.
 
-    The student's network sees as many images as in the run's steps, ``2 B + B_r``. With FedX its head ``h`` sees the
-    ``2 B``, and a frozen copy in eval mode what ``F`` has to see, ``B + B_r``. Without a relation batch (plain, queue)
-    ``B_r`` is 0.
+    It has no data, augmentation, loss, optimizer or Trainer. The student's network sees as many
+    images as in a step of the run, ``2 B + B_r``. With FedX, its head ``h`` sees the ``2 B``, and a
+    frozen copy in eval mode sees what ``F`` has to see, ``B + B_r``. Without a relation batch
+    (plain, queue), ``B_r`` is 0.
     """
 
     def __init__(self, run: Run, steps: int) -> None:
         """Makes networks and inputs.
 
         Args:
-            run: whose network, batch sizes, device and precision count.
-            steps: forward and backward passes of one call.
+            run: gives the network, batch sizes, device and precision.
+            steps: number of forward and backward passes of one call.
         """
-        device, data = run.trainer.device, run.trainer.client_data(0, round_number=1)
-        self.batch, relation = data.views_size, min(data.relation_size, data.num_images)
+        device = run.trainer.device
+        data = run.trainer.client_data(0, round_number=1)
+        self.batch = data.views_size
+        relation = min(data.relation_size, data.num_images)
         network = nn.Sequential(run.model.backbone, run.model.projector)
         self.student = _own(network, device).train()
         self.teacher: Frozen | None = None
@@ -40,11 +43,12 @@ class Bound:
         shape = next(data.epoch(0)).first.shape[1:]
         self.x = _images(2 * self.batch + relation, shape, device)
         self.seen_by_teacher = self.x[: self.batch + relation]
-        self.steps, self.device = steps, device
+        self.steps = steps
+        self.device = device
         self.precision = resolve_precision(run.trainer.precision, device)
 
     def step(self) -> None:
-        """One pass forward and backward."""
+        """Runs one forward and one backward pass."""
         self.student.zero_grad()
         if self.head is not None:
             self.head.zero_grad()
@@ -68,5 +72,5 @@ def _own(network: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _images(count: int, shape: torch.Size, device: torch.device) -> Tensor:
-    """(count, C, h, w) noise in channels_last memory."""
+    """Noise of shape (count, C, h, w) in channels_last memory."""
     return torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)

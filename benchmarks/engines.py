@@ -1,4 +1,4 @@
-"""Part ``engines``: clients on two workers of Ray against clients one after the other in this process."""
+"""Part ``engines``: clients on two Ray workers against clients one by one in this process."""
 
 import time
 from contextlib import closing
@@ -26,17 +26,17 @@ WORKERS = 2
 
 @dataclass
 class Speaking(RoundCallback):
-    """Ray's announcements are no reason to stop."""
+    """Prints Ray's notes, which are no reason to stop."""
 
     setting: Setting
 
     def on_note(self, trainer: FederatedTrainer, text: str) -> None:
-        """Passes it on."""
+        """Prints a note."""
         self.setting.say(text)
 
 
 def measure(setting: Setting) -> Part:
-    """Images per second, what a client costs besides its training, and memory."""
+    """Measures images per second, the overhead per client, and memory."""
     part = Part()
     try:
         import_ray(local=True)
@@ -53,15 +53,20 @@ def measure(setting: Setting) -> Part:
 
 
 def _training(setting: Setting, part: Part) -> None:
-    """FedX on SimCLR as in the cpu profile, but with the paper's ten clients: five divide badly by two."""
+    """Trains FedX on SimCLR as in the cpu profile, but with the paper's ten clients.
+
+    The five clients of the profile cannot be divided evenly among two workers.
+    """
     size = [
         f"data.limit={setting.few(2500, 320)}",
         f"federation.clients={setting.few(10, 4)}",
         "federation.epochs=1",
     ]
     run = _build(setting, *variant("FedX", batch=32), *backbone("thin"), *size)
-    cores, images = usable_cores(), images_of(run)
-    serial, started = SerialEngine(run.trainer), time.perf_counter()
+    cores = usable_cores()
+    images = images_of(run)
+    serial = SerialEngine(run.trainer)
+    started = time.perf_counter()
     with closing(RayEngine(run.trainer, run.config.engine)) as ray:
         _round(ray, threads=1)  # Waits for the workers.
         part.facts["seconds to the end of a first round, with the start of Ray"] = (
@@ -97,12 +102,16 @@ def _training(setting: Setting, part: Part) -> None:
 
 
 def _overhead(setting: Setting, part: Part) -> None:
-    """Many clients whose training costs nothing: the wall time of each, with the two workers side by side."""
+    """Measures the wall time per client of many clients whose training costs nothing."""
     clients = setting.few(100, 8)
     run = _build(
-        setting, "method=benchmarks.methods:EmptySimCLR", *_NOTHING, *backbone("thin"), f"data.limit={2 * clients}",
+        setting,
+        "method=benchmarks.methods:EmptySimCLR",
+        *_NOTHING,
+        *backbone("thin"),
+        f"data.limit={2 * clients}",
         f"federation.clients={clients}",
-    )  # fmt: skip
+    )
     serial = SerialEngine(run.trainer)
     with closing(RayEngine(run.trainer, run.config.engine)) as ray:
         _round(ray, threads=1)
@@ -129,7 +138,7 @@ def _build(setting: Setting, *overrides: str) -> Run:
 
 
 def _round(engine: Engine, threads: int) -> float:
-    """Seconds of one round's training and averaging."""
+    """Returns the seconds of one round's training and averaging."""
     torch.set_num_threads(threads)
     trainer = engine.trainer
     state = trainer.first_state().to(trainer.device)
@@ -141,7 +150,8 @@ def _round(engine: Engine, threads: int) -> float:
         global_state=state,
         batchnorm=trainer.batchnorm,
     )
-    started, average = time.perf_counter(), FedAvg(state.tensors())
+    started = time.perf_counter()
+    average = FedAvg(state.tensors())
     for update in engine.run(context, range(trainer.datamodule.num_clients), lambda _client: None):
         if isinstance(update, Lost):
             raise RuntimeError(update.reason)  # It would make the times meaningless.
@@ -151,7 +161,10 @@ def _round(engine: Engine, threads: int) -> float:
 
 
 def _memory(_: object) -> dict[str, float]:
-    """MB of the process that runs this: all that is mapped (Rss), or a fair share of what others map too (Pss)."""
+    """Returns the memory of the process that runs this, in MB.
+
+    ``Rss`` is everything that is mapped; ``Pss`` counts only a share of what others map, too.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     fields = (line.split() for line in lines)
     return {

@@ -8,7 +8,7 @@ from benchmarks.measure import Contender, as_usual, best, interleave
 from benchmarks.report import Part, Row
 from benchmarks.rounds import VARIANTS, Setting, backbone, images_of, variant, whole_round
 from fedx_pl import backbones
-from fedx_pl.backbones import BackboneOptions
+from fedx_pl.backbone_options import BackboneOptions
 from fedx_pl.config.build import Run
 from fedx_pl.data.images import Split
 from fedx_pl.evaluation.features import extract
@@ -17,8 +17,12 @@ from fedx_pl.evaluation.options import LinearOptions
 
 
 def whole(setting: Setting) -> Part:
-    """A round of one epoch on 10,000 images and its evaluation; ours adds a kNN, which the reference does not have."""
-    images, epochs = setting.few(10_000, 640), setting.few(100, 5)
+    """Measures a round of one epoch on 10,000 images, with its evaluation.
+
+    Ours also has a kNN evaluation, which the reference does not have.
+    """
+    images = setting.few(10_000, 640)
+    epochs = setting.few(100, 5)
     size = [
         f"data.limit={images}",
         f"data.test_limit={images}",
@@ -31,7 +35,8 @@ def whole(setting: Setting) -> Part:
         name: setting.build(*variant(name, batch=64), *backbone("thin"), *size, evaluate=True)
         for name in fedx
     }
-    rival, test = reference.Reference(runs["FedX"]), runs["FedX"].data.images.test
+    rival = reference.Reference(runs["FedX"])
+    test = runs["FedX"].data.images.test
     assert test is not None
     accuracies: list[float] = []
 
@@ -55,8 +60,9 @@ def whole(setting: Setting) -> Part:
 
 
 def probe(setting: Setting) -> Part:
-    """The linear probe of both on the same 512 features of an untrained network."""
-    count, epochs = setting.few(10_000, 500), setting.few(100, 5)
+    """Measures both linear probes on the same 512 features of an untrained network."""
+    count = setting.few(10_000, 500)
+    epochs = setting.few(100, 5)
     sizes = [f"data.limit={count}", f"data.test_limit={count}"]
     run = setting.build(*variant("plain", batch=64), *backbone("thin"), *sizes, evaluate=True)
     setting.say("extracting features")
@@ -103,11 +109,14 @@ def probe(setting: Setting) -> Part:
 
 
 def features(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(N, 512) features and (N,) labels of the train, then of the test images.
+    """Returns features (N, 512) and labels (N,) of the train images, then of the test images.
 
-    The network is untrained, but BatchNorm has seen images: enough for a linear probe to be far above chance.
+    The network is untrained, but its BatchNorm has seen images. That is enough for a linear probe
+    to be far above chance.
     """
-    device, images, plain = run.trainer.device, run.data.images, run.data.augment.plain
+    device = run.trainer.device
+    images = run.data.images
+    plain = run.data.augment.plain
     torch.manual_seed(0)
     # 512 features at an eighth of ResNet-18's price.
     network = backbones.build(

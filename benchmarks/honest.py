@@ -1,7 +1,8 @@
-"""How far honest updates are from the bounds that refuse bad ones; the table of docs/robustness.md.
+"""The distance of honest updates from the bounds that refuse bad ones, as in docs/robustness.md.
 
-``python -m benchmarks.honest [key=value ...]`` trains two short rounds of each method, with and without FedX, at two
-learning rates, and prints the extremes over all updates. It takes about five minutes on two idle cores.
+``python -m benchmarks.honest [key=value ...]`` trains two short rounds of each method, with and
+without FedX, at two learning rates. It prints the extremes over all updates. It takes about five
+minutes on two idle cores.
 """
 
 import math
@@ -23,9 +24,16 @@ from fedx_pl.trainer import FederatedTrainer
 RATES = (0.1, 0.3)
 METHODS = ("simclr", "moco", "byol", "protocl", "fedu")
 WORDS = (
-    "data=cifar10", "profile=cpu", "data.limit=600", "federation.clients=3", "federation.rounds=2",
-    "federation.epochs=3", "optim.batch_size=16", "aggregate.max_growth=0", "run.resume=never",
-)  # fmt: skip
+    "data=cifar10",
+    "profile=cpu",
+    "data.limit=600",
+    "federation.clients=3",
+    "federation.rounds=2",
+    "federation.epochs=3",
+    "optim.batch_size=16",
+    "aggregate.max_growth=0",
+    "run.resume=never",
+)
 LEAST = "kept"  # The smallest value of such a measure counts, of all others the largest.
 
 

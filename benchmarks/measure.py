@@ -34,14 +34,15 @@ def interleave(
     say: Callable[[str], None] = lambda _line: None,
     memory: dict[str, float] | None = None,
 ) -> dict[str, list[float]]:
-    """Runs A, B, C, A, B, C, ...: a machine that slows down for a while slows all of them down.
+    """Runs A, B, C, A, B, C, ..., so that a slow phase of the machine affects all of them.
 
     Args:
         contenders: by name; each call does some work and returns the number of images it saw.
         repeats: how often each runs.
         device: waited for before the clock is read.
         say: told before each run.
-        memory: if given and the device is a GPU, takes each contender's peak in MB, above what all of them keep.
+        memory: if given and the device is a GPU, receives each contender's peak in MB, without
+            what all of them keep.
 
     Returns:
         Seconds per image of every repeat, by contender; compare `best` of each.
@@ -50,13 +51,13 @@ def interleave(
     for repeat in range(repeats):
         for name, run in contenders.items():
             say(f"repeat {repeat + 1}/{repeats}: {name}")
-            synchronise(device)
+            synchronize(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
                 resting = torch.cuda.memory_allocated(device)
             started = time.perf_counter()
             done = run()
-            synchronise(device)
+            synchronize(device)
             lap = done if isinstance(done, Lap) else Lap(done, time.perf_counter() - started)
             times[name].append(lap.seconds / lap.images)
             if memory is not None and device.type == "cuda":
@@ -66,7 +67,7 @@ def interleave(
 
 
 def as_usual(run: Contender) -> Contender:
-    """A contender that does not profit from how we set the C library's allocator for the process."""
+    """Wraps a contender so that it does not profit from our setting of the C allocator."""
 
     def wrapped() -> int | Lap:
         keep_freed_memory(False)
@@ -83,7 +84,7 @@ def best(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: min(values) for name, values in times.items()}
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -97,21 +98,21 @@ def flops(run: Callable[[], object]) -> int:
 
 
 def matmul_speed(device: torch.device, dtype: torch.dtype, tries: int = 8) -> float:
-    """FLOP/s of a large matrix product: what this device really reaches, which a datasheet does not tell.
+    """Measures the FLOP/s of a large matrix product, which is what this device really reaches.
 
     Args:
         device: CPU or GPU.
-        dtype: that matrix products run in during training.
-        tries: the best of this many counts.
+        dtype: data type of matrix products during training.
+        tries: number of tries, of which the best counts.
     """
     side = 8192 if device.type == "cuda" else 1536
     a, b = torch.randn(2, side, side, device=device).to(dtype).unbind()
     seconds = float("inf")
     for _ in range(tries):
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
         a @ b
-        synchronise(device)
+        synchronize(device)
         seconds = min(seconds, time.perf_counter() - started)
     return 2 * side**3 / seconds
 
@@ -122,7 +123,7 @@ def matmul_dtype(precision: str) -> torch.dtype:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Describes the machine and the versions that the numbers depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -1,4 +1,7 @@
-"""Methods whose training costs nothing, to see what is around it; the command line finds them by module and name."""
+"""Methods whose training costs nothing, to measure everything around it.
+
+The command line finds them by module and name.
+"""
 
 from typing import Any
 

@@ -35,15 +35,20 @@ _STATIONS = {
 def measure(setting: Setting) -> Part:
     """Milliseconds per client and round of empty training, for several kinds of state."""
     part = Part()
-    clients, rounds = setting.few(40, 5), max(setting.repeats, 2)
+    clients = setting.few(40, 5)
+    rounds = max(setting.repeats, 2)
     for case in OVERHEAD:
         setting.say(case)
         method = "EmptyBYOL" if "BYOL" in case else "EmptySimCLR"
         run = setting.build(
-            f"method=benchmarks.methods:{method}", *_NOTHING, *(_FEDX if "FedX" in case else ()),
-            *backbone(case.split()[0]), f"data.limit={2 * clients}", f"federation.clients={clients}",
+            f"method=benchmarks.methods:{method}",
+            *_NOTHING,
+            *(_FEDX if "FedX" in case else ()),
+            *backbone(case.split()[0]),
+            f"data.limit={2 * clients}",
+            f"federation.clients={clients}",
             f"federation.rounds={rounds}",
-        )  # fmt: skip
+        )
         rows, display = train(run)
         part.times[case] = [row["train_seconds"] / clients for row in rows]
         whole = [(end - start) / clients for start, end in pairwise(display.rounds)]

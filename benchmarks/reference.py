@@ -1,9 +1,14 @@
 """``reference``: the procedure of the FedX authors' released code, as a plain loop.
 
-Written from a description of what that code does, not from the code: images go through torchvision's transforms one by
-one, as PIL images and in the training process; two loaders, one for B and one for B_r; float32 in NCHW memory; the
-frozen global model F runs on all three views although only two are used; the loss is read after every step; each
-client has a model of its own; the linear probe fetches every feature by itself.
+It was written from a description of what that code does, not from the code:
+
+- Images go through torchvision's transforms one by one, as PIL images, in the training process.
+- There are two loaders, one for B and one for B_r.
+- Networks are float32 in NCHW memory.
+- The frozen global model F runs on all three views, although only two are used.
+- The loss is read after every step.
+- Each client has its own model.
+- The linear probe fetches features one by one.
 """
 
 import copy
@@ -73,8 +78,11 @@ class PilImages(Dataset[tuple[list[Tensor], int]]):
         self, split: Split, rows: np.ndarray, transform: transforms.Compose, views: int
     ) -> None:
         assert split.labels is not None
-        self.images, self.labels, self.rows = split.images, split.labels, rows
-        self.transform, self.views = transform, views
+        self.images = split.images
+        self.labels = split.labels
+        self.rows = rows
+        self.transform = transform
+        self.views = views
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -88,21 +96,22 @@ class Reference:
     """A federation of resident models; call it for one round of one local epoch."""
 
     def __init__(self, run: Run) -> None:
-        """Starts from a run's weights, images, split and batch sizes; nothing else of the run is used.
+        """Copies a run's weights, images, split and batch sizes.
 
         Args:
-            run: of FedX on SimCLR with the default relation.
+            run: a run of FedX on SimCLR with the default relation.
         """
-        self.split, self.rows, self.device = (
-            run.data.images.train,
-            run.data.clients,
-            run.trainer.device,
-        )
+        self.split = run.data.images.train
+        self.rows = run.data.clients
+        self.device = run.trainer.device
         self.server = Network(run.model).to(self.device)
         self.clients = [copy.deepcopy(self.server) for _ in self.rows]
-        data, augment = run.trainer.client_data(0, round_number=1), run.data.augment
-        self.batch, self.relation = data.views_size, data.relation_size
-        side, options = self.split.images.shape[1], augment.options
+        data = run.trainer.client_data(0, round_number=1)
+        augment = run.data.augment
+        self.batch = data.views_size
+        self.relation = data.relation_size
+        side = self.split.images.shape[1]
+        options = augment.options
         self.to_tensor = [transforms.ToTensor(), transforms.Normalize(augment.mean, augment.std)]
         self.augment = transforms.Compose(
             [
@@ -116,7 +125,7 @@ class Reference:
         )
 
     def __call__(self) -> int:
-        """One round; returns the images of ``B`` seen by all clients."""
+        """Runs one round; returns the number of images of ``B`` that all clients saw."""
         frozen = copy.deepcopy(self.server).eval()
         seen = 0
         for network, rows in zip(self.clients, self.rows, strict=True):
@@ -126,7 +135,7 @@ class Reference:
         return seen
 
     def train(self, network: Network, frozen: Network, rows: np.ndarray) -> int:
-        """One local epoch of one client; returns the images of ``B``."""
+        """Trains one client for one epoch; returns the number of images of ``B``."""
         network.train()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
         loaders = [

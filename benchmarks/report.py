@@ -1,4 +1,4 @@
-"""What a benchmark says: rows against their targets, contenders by speed, and everything as JSON."""
+"""The output of a benchmark: rows with their targets, contenders by speed, and the JSON file."""
 
 import json
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """For people: three digits are more than the noise allows anyway."""
+        """The measured number as text; the noise does not allow more than three digits."""
         digits = 2 if abs(self.measured) < 100 else 0
         return f"{self.measured:.{digits}f} {self.unit}"
 
@@ -33,7 +33,7 @@ class Row:
         return "" if target is None else "met" if target.met(self.measured) else "missed"
 
     def to_json(self) -> dict[str, Any]:
-        """With the target spelt out, so that the file can be read alone."""
+        """The row and its target as JSON, so that the file can be read alone."""
         target = TARGETS.get(self.name)
         known = {} if target is None else {"target": target.value, "sign": target.sign}
         return {
@@ -50,22 +50,20 @@ class Part:
     """The outcome of one part of the benchmark."""
 
     rows: list[Row] = field(default_factory=list)
-    times: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # every repeat, in seconds, by contender
-    contenders: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # a second table: column -> value
+    # every repeat, in seconds, by contender
+    times: dict[str, list[float]] = field(default_factory=dict)
+    # a second table: column -> value
+    contenders: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # further numbers, for the JSON only
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All fields as JSON."""
         return {**vars(self), "rows": [row.to_json() for row in self.rows]}
 
 
 def show(console: Console, name: str, part: Part, *, quick: bool) -> None:
-    """Prints one small table against the targets, and one of the contenders if there is more to say."""
+    """Prints a small table of rows and targets, and one of the contenders if there are any."""
     mark = " (quick: shows that it runs, measures nothing)" if quick else ""
     table = Table(title=f"{name}{mark}", title_justify="left")
     for column in ("row", "measured", "target", "met"):
@@ -91,6 +89,6 @@ def _text(value: object) -> str:
 
 
 def save(path: Path, header: dict[str, Any], parts: dict[str, Part]) -> None:
-    """Writes the whole measurement; a number that is not finite is an error, JSON has no word for it."""
+    """Writes all measurements as JSON; raises for a number that is not finite."""
     content = {**header, "parts": {name: part.to_json() for name, part in parts.items()}}
     write_atomically(path, json.dumps(content, indent=1, allow_nan=False).encode())

@@ -1,4 +1,4 @@
-"""``lightly``: SimCLR as in lightly's documented PyTorch Lightning example, for local training throughput."""
+"""``lightly``: the local training throughput of lightly's PyTorch Lightning example of SimCLR."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Contender, Lap, as_usual, best, interleave, synchronise
+from benchmarks.measure import Contender, Lap, as_usual, best, interleave, synchronize
 from benchmarks.report import Part, Row
 from benchmarks.rounds import Setting, backbone, variant
 from fedx_pl import backbones
@@ -26,7 +26,8 @@ from fedx_pl.federation.device import resolve_precision
 from fedx_pl.federation.round import RoundContext
 
 BATCH = 64
-AHEAD = 8  # Batches beyond the timed ones, so that loader workers are busy to the end, as in a long epoch.
+# Batches beyond the timed ones, so that loader workers are busy to the end, as in a long epoch.
+AHEAD = 8
 
 
 class LightlySimCLR(pl.LightningModule):
@@ -54,12 +55,12 @@ class LightlySimCLR(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The example's."""
+        """Makes the optimizer of the example."""
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
 class _Images(Dataset[tuple[Any, int]]):
-    """What torchvision's CIFAR10 gives: a PIL image through the transform, and its label."""
+    """A data set like torchvision's CIFAR10: transformed PIL images, and labels."""
 
     def __init__(self, split: Split, transform: SimCLRTransform) -> None:
         self.images: np.ndarray = split.images
@@ -73,26 +74,36 @@ class _Images(Dataset[tuple[Any, int]]):
 
 
 class _Clock(pl.Callback):
-    """Times the steps after the first: starting Trainer and workers is not counted against the rival."""
+    """Times the steps after the first, so that starting Trainer and workers does not count."""
 
     def __init__(self, last: int, device: torch.device) -> None:
-        self.last, self.device = last, device
+        self.last = last
+        self.device = device
         self.seconds = 0.0
-        self._done, self._started = 0, 0.0
+        self._done = 0
+        self._started = 0.0
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._done += 1
         if self._done == 1:
-            synchronise(self.device)
+            synchronize(self.device)
             self._started = time.perf_counter()
         elif self._done == self.last:
-            synchronise(self.device)
+            synchronize(self.device)
             self.seconds = time.perf_counter() - self._started
 
 
 def lightly(run: Run, steps: int, workers: int) -> Contender:
-    """The rival on a run's images, with ``workers`` loader processes; one call is ``steps`` timed steps."""
-    module, device, split = LightlySimCLR(run), run.trainer.device, run.data.images.train
+    """The rival on a run's images, as a contender of ``steps`` timed steps.
+
+    Args:
+        run: gives the images, the backbone, the device and the precision.
+        steps: number of timed steps of one call.
+        workers: number of loader processes.
+    """
+    module = LightlySimCLR(run)
+    device = run.trainer.device
+    split = run.data.images.train
     dataset = _Images(split, SimCLRTransform(input_size=split.images.shape[1], gaussian_blur=0.0))
     precision = resolve_precision(run.trainer.precision, device)
 
@@ -100,14 +111,20 @@ def lightly(run: Run, steps: int, workers: int) -> Contender:
         clock = _Clock(steps + 1, device)
         loader = DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers)
         trainer = pl.Trainer(
-            max_steps=steps + 1, max_epochs=-1, devices=1, callbacks=[clock], logger=False, enable_checkpointing=False,
-            accelerator="gpu" if device.type == "cuda" else "cpu", precision=precision,  # type: ignore[arg-type]
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            max_steps=steps + 1,
+            max_epochs=-1,
+            devices=1,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            precision=precision,  # type: ignore[arg-type]
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Advice about workers, which are varied here, at every fit.
+            # Lightning advises about workers at every fit, but they are varied here.
+            warnings.simplefilter("ignore")
             trainer.fit(module, train_dataloaders=loader)
         return Lap(steps * BATCH, clock.seconds)
 
@@ -142,7 +159,10 @@ def ours(run: Run) -> Contender:
 
 
 def measure(setting: Setting) -> Part:
-    """SimCLR on one client, both networks; lightly with and without loader workers, its better one counts."""
+    """Measures SimCLR on one client with both networks.
+
+    lightly runs with and without loader workers, and the better one counts.
+    """
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # It greets at every fit.
     part = Part()
     for network, full in (("thin", 20), ("resnet18", 3)):

@@ -1,4 +1,7 @@
-"""``ours`` and ``plain``: rounds as users run them: configuration, `FederatedTrainer` and Lightning's Trainer."""
+"""``ours`` and ``plain``: rounds as users run them.
+
+They use a configuration, `FederatedTrainer` and Lightning's Trainer.
+"""
 
 import tempfile
 import time
@@ -19,7 +22,8 @@ from fedx_pl.federation.estimate import steps_of
 from fedx_pl.federation.round import RoundRecord, Update
 from fedx_pl.trainer import FederatedTrainer
 
-# With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size counts B_r too.
+# With FedX, with its cheaper relation, and without it. `{batch}` is B; FedX's batch size includes
+# B_r.
 VARIANTS = {
     "FedX": ("method=simclr", "fedx=true", "optim.batch_size={both}"),
     "FedX queue": ("method=simclr", "fedx=true", "fedx.relation=queue", "optim.batch_size={both}"),
@@ -28,7 +32,12 @@ VARIANTS = {
 
 
 def variant(name: str, batch: int) -> list[str]:
-    """Overrides of a variant whose batch ``B`` (and ``B_r``, where there is one) has ``batch`` images."""
+    """Overrides of a variant.
+
+    Args:
+        name: a key of `VARIANTS`.
+        batch: number of images in ``B``, and in ``B_r`` where there is one.
+    """
     return [override.format(batch=batch, both=2 * batch) for override in VARIANTS[name]]
 
 
@@ -36,8 +45,8 @@ def backbone(name: str) -> list[str]:
     """Overrides of a network.
 
     Args:
-        name: ``resnet18`` is the paper's, ``thin`` that of the cpu profile, ``thin-cifar`` the same with the full
-            CIFAR stem, which makes it four times as expensive.
+        name: ``resnet18`` is the paper's, ``thin`` that of the cpu profile, ``thin-cifar`` the same
+            with the full CIFAR stem, which makes it four times as expensive.
     """
     choice = {"resnet18": ["profile=paper", "backbone.stem=cifar"], "thin": ["profile=cpu"]}
     chosen = configuration.compose(
@@ -52,21 +61,28 @@ def backbone(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts of a benchmark share."""
+    """The settings that all parts of a benchmark share."""
 
     device: torch.device
     repeats: int = 3
     quick: bool = False
-    overrides: tuple[
-        str, ...
-    ] = ()  # for everything of ours, e.g. data.root=... or run.compile=true
+    overrides: tuple[str, ...] = ()  # of all our runs, e.g. data.root=... or run.compile=true
     say: Callable[[str], None] = lambda _line: None
 
     def build(self, *overrides: str, evaluate: bool = False) -> Run:
-        """A run on CIFAR-10, ready to start; without ``evaluate`` it has no test images, so nothing is measured."""
+        """A run on CIFAR-10, ready to start.
+
+        Args:
+            *overrides: further settings.
+            evaluate: whether to keep the test images; without them, nothing is evaluated.
+        """
         common = (
-            "data=cifar10", "profile=paper", "partition.kind=iid", f"run.device={self.device}", "run.resume=never",
-        )  # fmt: skip
+            "data=cifar10",
+            "profile=paper",
+            "partition.kind=iid",
+            f"run.device={self.device}",
+            "run.resume=never",
+        )
         config = configuration.compose([*common, *overrides, *self.overrides])
         run = build(config, report=lambda _line: None)
         if not evaluate:
@@ -88,21 +104,21 @@ class Silent(RoundCallback):
     rounds: list[float] = field(default_factory=list)
 
     def on_note(self, trainer: FederatedTrainer, text: str) -> None:
-        """A dropped update would make the times meaningless."""
+        """Raises, since a dropped update would make the times meaningless."""
         raise RuntimeError(text)
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        """The untrained network is measured."""
+        """Notes the time after the evaluation of the untrained network."""
         self.rounds.append(time.perf_counter())
 
     def on_client_update(
         self, trainer: FederatedTrainer, record: RoundRecord, update: Update
     ) -> None:
-        """A client is done."""
+        """Notes when a client has trained."""
         self.clients.append(time.perf_counter())
 
     def on_round_saved(self, trainer: FederatedTrainer, record: RoundRecord) -> None:
-        """A round is trained, measured, saved and logged."""
+        """Notes when a round is trained, evaluated, saved and logged."""
         self.rounds.append(time.perf_counter())
 
 
@@ -110,7 +126,8 @@ class Silent(RoundCallback):
 def settle(run: Run) -> None:
     """Gives BatchNorm statistics of real images, as after any round but the first.
 
-    In round 1 FedX runs ``F`` with the batch's own statistics; what is to be timed are the 99 rounds after it.
+    In round 1, FedX runs ``F`` with the batch's own statistics. The 99 rounds after it are to be
+    timed.
     """
     model = run.model.to(run.trainer.device).train()
     for batch in islice(run.trainer.client_data(0, round_number=1).epoch(0), 2):
@@ -121,7 +138,7 @@ def settle(run: Run) -> None:
 def train(
     run: Run, engine: Callable[[FederatedTrainer], Engine] | None = None
 ) -> tuple[list[dict[str, Any]], Silent]:
-    """Trains in a fresh temporary folder; returns the rows of ``metrics.csv`` and when things ended.
+    """Trains in a fresh temporary folder; returns the rows of ``metrics.csv`` and the end times.
 
     Args:
         run: what to train.
@@ -131,26 +148,27 @@ def train(
     with tempfile.TemporaryDirectory(prefix="fedx-pl-bench-") as folder:
         config = replace(run.config, run=replace(run.config.run, dir=str(Path(folder) / "run")))
         trainer = make_trainer(config, callbacks=[display], engine=engine)
-        # The same model instance again and again: its weights do not matter here, and compiled code is reused.
+        # The same model every time: its weights do not matter, and compiled code is reused.
         trainer.fit(run.model, run.data)
     return trainer.history, display
 
 
 def images_of(run: Run) -> int:
     """Images of ``B`` that all clients see in a round in which all train."""
-    trainer, clients = run.trainer, range(run.data.num_clients)
+    trainer = run.trainer
+    clients = range(run.data.num_clients)
     return sum(
         steps_of(trainer, c) * trainer.client_data(c, round_number=1).views_size for c in clients
     )
 
 
 def training_round(run: Run) -> Lap:
-    """One round's local training and averaging."""
+    """Times one round's local training and averaging."""
     rows, _ = train(run)
     return Lap(images_of(run), rows[-1]["train_seconds"])
 
 
 def whole_round(run: Run) -> Lap:
-    """One round with its evaluation."""
+    """Times one round with its evaluation."""
     rows, _ = train(run)
     return Lap(images_of(run), rows[-1]["round_seconds"])

@@ -1,7 +1,7 @@
 """Part ``scale``: a thousand clients against ten, in memory and in time per client.
 
-``python -m benchmarks.scale CLIENTS ROUNDS [key=value ...]`` prints the peak memory of such a run: memory is measured
-in a process of its own, since a process never gives its peak back.
+``python -m benchmarks.scale CLIENTS ROUNDS [key=value ...]`` prints the peak memory of such a run.
+Each is measured in its own process, since the peak of a process never falls.
 """
 
 import json
@@ -24,12 +24,14 @@ from fedx_pl.engines.base import MemoryOf
 from fedx_pl.engines.local import SerialEngine
 from fedx_pl.federation.round import RoundContext, Update
 
-FEW, PER_ROUND, ROUNDS = 10, 10, 3
+FEW = 10
+PER_ROUND = 10
+ROUNDS = 3
 IMAGES_EACH = 50  # of a client in the comparison of times
 
 
 class OneStep(SerialEngine):
-    """Clients train on their first batch only: the peak is reached in one step, the rest is time."""
+    """Trains clients on their first batch only, since one step reaches the peak of memory."""
 
     def run(
         self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
@@ -42,7 +44,7 @@ class OneStep(SerialEngine):
 
 
 def measure(setting: Setting) -> Part:
-    """Both comparisons."""
+    """Measures memory and time."""
     part = Part()
     many = setting.few(1000, 40)
     _memory(setting, part, many)
@@ -51,7 +53,11 @@ def measure(setting: Setting) -> Part:
 
 
 def _memory(setting: Setting, part: Part, many: int) -> None:
-    """Same images, ten clients train in a round, BYOL with its private targets; the smaller of two peaks counts."""
+    """Compares the peak memory of few and many clients that share the same images.
+
+    Ten clients train in a round, with BYOL and its private targets. The smaller of two peaks
+    counts.
+    """
     found: dict[int, list[dict[str, float]]] = {FEW: [], many: []}
     for _ in range(setting.few(2, 1)):
         for clients, runs in found.items():
@@ -88,21 +94,26 @@ def _in_a_process(setting: Setting, clients: int) -> dict[str, float]:
 
 
 def peak_memory(clients: int, rounds: int, overrides: Sequence[str]) -> dict[str, float]:
-    """Runs a few rounds of BYOL without evaluation and says how much memory this process has ever held, in MB."""
+    """Runs a few rounds of BYOL without evaluation; returns the peak memory in MB."""
     device = torch.device(
         next(o for o in overrides if o.startswith("run.device=")).partition("=")[2]
     )
     run = Setting(device, overrides=tuple(overrides)).build(
-        "method=byol", *backbone("thin"), "optim.batch_size=32", f"federation.clients={clients}",
-        f"federation.fraction={PER_ROUND / clients}", f"federation.rounds={rounds}", "federation.epochs=1",
-    )  # fmt: skip
+        "method=byol",
+        *backbone("thin"),
+        "optim.batch_size=32",
+        f"federation.clients={clients}",
+        f"federation.fraction={PER_ROUND / clients}",
+        f"federation.rounds={rounds}",
+        "federation.epochs=1",
+    )
     train(run, engine=OneStep)
     gpu = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
     return {"peak_mb": _peak_mb(), "gpu_mb": gpu}
 
 
 def _peak_mb() -> float:
-    """The most memory this program has held; on Linux `getrusage` would count the process that started it as well."""
+    """The peak memory of this process; on Linux, `getrusage` would include its parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -111,9 +122,10 @@ def _peak_mb() -> float:
 
 
 def _time(setting: Setting, part: Part, many: int) -> None:
-    """Clients of 50 images, all of which train: FedX on SimCLR; short rounds of few clients around one of many.
+    """Compares the time per client in short rounds of few clients and a long round of many.
 
-    The long round counts by its tenths, which would show if clients became slower as they go.
+    All clients train FedX on SimCLR, with 50 images each. The tenths of the long round are timed
+    separately, to show whether clients become slower.
     """
 
     def build(clients: int) -> Run:
@@ -126,7 +138,8 @@ def _time(setting: Setting, part: Part, many: int) -> None:
             *variant("FedX", batch=16), *backbone("thin"), *size, "federation.epochs=1"
         )
 
-    few, runs = f"{FEW} clients", {clients: build(clients) for clients in (FEW, many)}
+    few = f"{FEW} clients"
+    runs = {clients: build(clients) for clients in (FEW, many)}
     times: dict[str, list[float]] = {few: [], f"{many} clients": []}
     around = setting.few(8, 1)
     for clients in [FEW] * around + [many] + [FEW] * around:

@@ -1,4 +1,4 @@
-"""What the measurements should reach on a machine with two cores, as data: rows find their target by name."""
+"""Targets of the measurements on a machine with two cores; rows find their target by name."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,10 @@ class Target:
 
 
 def _training(network: str, default: float, queue: float) -> list[Target]:
-    """The rows of one network and batch: times faster than the reference, share of the bound, cost over plain."""
+    """Targets of one network and batch.
+
+    They are the speed-up over the reference, the share of the bound, and the cost over plain.
+    """
     return [
         Target(f"{network}: FedX against reference", default, ">="),
         Target(f"{network}: FedX queue against reference", queue, ">="),
@@ -45,7 +48,7 @@ _ALL = [
     Target("resnet18: SimCLR against lightly", 1.2, ">="),
     Target("thin: SimCLR against lightly", 2.0, ">="),
     Target("linear probe against reference", 10.0, ">="),
-    # Two probes that shuffle differently; the issue says "same accuracy", this is what same means.
+    # The probes shuffle differently, so that the same accuracy means one within a point.
     Target("linear probe, accuracy apart from the reference's", 1.0, "<=", "points"),
     *(Target(f"{case}: overhead per client", 40.0, "<=", "ms") for case in OVERHEAD),
     Target("peak memory, many clients / few", 1.15, "<="),

@@ -1,4 +1,4 @@
-"""Parts ``training-resnet18`` and ``training-thin``: local training and averaging, no evaluation."""
+"""Parts ``training-resnet18`` and ``training-thin``: local training and averaging alone."""
 
 from typing import Any
 
@@ -20,12 +20,15 @@ CLIENTS = 2
 
 
 def resnet18(setting: Setting) -> Part:
-    """The paper's network and batch."""
+    """Measures the paper's network and batch."""
     return measure(setting, "resnet18", batch=64, steps=1)
 
 
 def thin(setting: Setting) -> Part:
-    """The network of the cpu profile, with the paper's batch and with the profile's own; and with the CIFAR stem."""
+    """Measures the network of the cpu profile.
+
+    It runs with the paper's batch, with the profile's own batch, and with the CIFAR stem.
+    """
     steps = setting.few(30, 2)  # As in the profile: 1,000 images, two epochs.
     part = measure(setting, "thin", batch=64, steps=steps)
     for network, batch in (("thin", 32), ("thin-cifar", 64)):
@@ -99,7 +102,10 @@ def _contenders(
     memory: dict[str, float],
     facts: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Speed of each contender; its MFU is the FLOPs its step needs over what a large matrix product reaches."""
+    """A table with the speed of each contender.
+
+    Its MFU is the FLOP/s that its steps need, divided by those of a large matrix product.
+    """
     bound = bounds["FedX"]
     peak = matmul_speed(bound.device, matmul_dtype(bound.precision))
     facts[f"{label}: matrix product, FLOP/s"] = peak

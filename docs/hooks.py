@@ -1,9 +1,10 @@
-"""What mkdocs cannot do by itself, in three places: pages made from the code, code and links in pages, equations.
+"""Hooks for what mkdocs cannot do by itself.
 
-- `on_files` adds the pages that would go stale if somebody wrote them by hand: all configuration keys, all commands,
-  and the Markdown files that live beside what they describe (experiments, benchmarks).
-- `on_page_markdown` replaces a paragraph that is nothing but a link to an object, such as
-  ``[`fedx_pl.losses.relational`](FILE)``, by the source of that object, and mends links that lead out of docs/.
+- `on_files` adds pages that would go stale if they were written by hand: all configuration keys,
+  all commands, and the Markdown files beside what they describe (experiments, benchmarks).
+- `on_page_markdown` replaces a paragraph that is only a link to an object, such as
+  ``[`fedx_pl.losses.relational`](FILE)``, by the source of that object. It also corrects links that
+  lead out of docs/.
 - `on_page_content` turns LaTeX into MathML, which browsers draw without a script.
 """
 
@@ -55,7 +56,7 @@ _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', r
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, not written."""
+    """Adds the generated and included pages."""
     for place, origin in INCLUDED.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / origin)))
     files.append(File.generated(config, "reference/configuration.md", content=configuration_page()))
@@ -64,13 +65,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts code into the page and mends its links."""
+    """Puts code into the page and corrects its links."""
     place = page.file.src_uri
     origin = PurePosixPath(INCLUDED.get(place, f"docs/{place}"))
     markdown = _SOURCE.sub(lambda found: source_block(found[1], found[2]), markdown)
-    markdown = markdown.replace(
-        "<details>", '<details markdown="1">'
-    )  # GitHub reads Markdown inside of it as it is.
+    # GitHub reads Markdown inside <details> without being told to.
+    markdown = markdown.replace("<details>", '<details markdown="1">')
     return _LINK.sub(lambda found: _mended(found, origin, PurePosixPath(place)), markdown)
 
 
@@ -83,8 +83,8 @@ def source_block(name: str, file: str) -> str:
     """The code of an object without its docstring, as a block with the file's name above it.
 
     Args:
-        name: dotted, e.g. ``fedx_pl.losses.relational`` or ``fedx_pl.mixins.fedx.FedXMixin.loss``.
-        file: which the page says it is in; another one is an error.
+        name: dotted path of the object, e.g. ``fedx_pl.mixins.fedx.FedXMixin.loss``.
+        file: the file that the page names; it is an error if the object is in another one.
     """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -106,7 +106,7 @@ def source_block(name: str, file: str) -> str:
 
 
 def _without_docstring(code: str) -> str:
-    """The page says in its own words, beside the code, what a docstring would say again."""
+    """Removes the docstring, since the page explains the code in its own words."""
     definition = ast.parse(code).body[0]
     lines = code.rstrip().splitlines()
     if ast.get_docstring(definition) is not None:  # type: ignore[arg-type]
@@ -116,7 +116,10 @@ def _without_docstring(code: str) -> str:
 
 
 def _mended(link: re.Match[str], origin: PurePosixPath, place: PurePosixPath) -> str:
-    """A link as it must be on the site: to a page, or, if what it leads to is only in the repository, its path."""
+    """A link as it must be on the site.
+
+    It leads to a page. A file that is only in the repository is named by its path instead.
+    """
     target = link["target"]
     if "://" in target or target.startswith("mailto:"):
         return link[0]
@@ -137,30 +140,32 @@ def _mathml(found: re.Match[str]) -> str:
     return convert(html.unescape(found[2]).strip(), display=display)
 
 
-# --- generated pages ------------------------------------------------------------------------------------------------
+# --- generated pages ------------------------------------------------------------------------------
 
 
 def configuration_page() -> str:
-    """All groups, choices and keys, from the schema that checks them."""
+    """A page with all groups, choices and keys of the schema."""
     lines = [
         "# Configuration",
         "",
-        "Generated from the schema: this is what `fedx-pl train --help` prints, for the version these pages were built "
-        "from. An override is `group=choice` or `key=value`. Choices are applied first, in the order data, recipe, "
-        "profile, wherever they stand; then each key. Unknown keys, choices and wrong types are errors that name the "
-        "nearest valid one. Defaults are the paper's.",
+        "This page is generated from the schema. `fedx-pl train --help` prints the same keys.",
+        "An override is `group=choice` or `key=value`.",
+        "Choices are applied first, in the order data, recipe, profile; then each key.",
+        "An unknown key, an unknown choice or a wrong type is an error that names the nearest",
+        "valid one. Defaults are the paper's.",
         "",
-        "A key ends at the first `=`. Its value is taken as it is: `$` is a plain character, so `${seed}` is text and "
-        "never refers to another key or to the environment; where a number belongs, it is an error. Only lists in "
-        "brackets are read as YAML. Numbers are finite, not below zero unless that means something, and at most "
-        "1,000,000,000; `inf` is possible for `health.max_growth` and `aggregate.max_growth`. `name` is the name of "
-        "one folder.",
+        "A key ends at the first `=`. Its value is taken literally: `${seed}` is text and never",
+        "refers to another key or to the environment. Only lists in brackets are read as YAML.",
+        "Numbers are finite and at most 1,000,000,000. They are not negative unless that has a",
+        "meaning. Only `health.max_growth` and `aggregate.max_growth` can be `inf`.",
+        "`name` is the name of one folder.",
         "",
         "## Choices",
         "",
-        f"`method=` {_words(config.choices('method'))} or your own `package.module:Class`; keys are [below](#methods).",
+        f"`method=` is {_words(config.choices('method'))} or your own `package.module:Class`.",
+        "The keys of methods are [below](#methods).",
         "",
-        "The others are files that change defaults, and nothing else; all of them:",
+        "The other choices are files that only change defaults:",
         "",
     ]
     for group in config.FILE_GROUPS:
@@ -171,16 +176,15 @@ def configuration_page() -> str:
         lines += [f"### {group}=", ""]
         if plain:
             lines += [
-                f"{_words(plain)} bring their mean and standard deviation, and nothing else.",
+                f"{_words(plain)} set only their mean and standard deviation.",
                 "",
             ]
         for choice, file in files.items():
             if choice not in plain:
                 lines += [f'```yaml title="{group}={choice}"', file.read_text().rstrip(), "```", ""]
     lines += [
-        "`profile=auto`, which is taken if nothing is said, is `paper` with a GPU and `cpu` without. "
-        "`experiment=DATA-METHOD[-fedx]` is short for "
-        "`data=DATA method=METHOD fedx=true|false`.",
+        "`profile=auto` is the default: `paper` with a GPU and `cpu` without.",
+        "`experiment=DATA-METHOD[-fedx]` is short for `data=DATA method=METHOD fedx=true|false`.",
         "",
         "## Keys",
         "",
@@ -213,12 +217,12 @@ def configuration_page() -> str:
 
 
 def cli_page() -> str:
-    """The help of every command."""
+    """A page with the help of every command."""
     lines = [
         "# Command line",
         "",
-        "Generated from the commands themselves. `fedx-pl COMMAND --help` prints the same; keys are on the page "
-        "[Configuration](configuration.md).",
+        "This page is generated from the commands. `fedx-pl COMMAND --help` prints the same.",
+        "Keys are on the page [Configuration](configuration.md).",
         "",
         *_help_sections(fedx_pl, []),
     ]

@@ -1,9 +1,9 @@
-"""Draws the picture in the README: test images, and the training images that a run's encoder finds most alike.
+"""Draws the picture in the README: test images and their nearest neighbors in the training set.
 
     python examples/neighbors.py runs/NAME docs/neighbors.png
 
-Nothing is chosen by hand: the query is the first test image of each class. A green frame marks a neighbor of the same
-class; the encoder never saw a label.
+Nothing is chosen by hand: the query is the first test image of each class. A green frame marks a
+neighbor of the same class. The encoder never saw a label.
 """
 
 import sys
@@ -25,7 +25,8 @@ def draw(run: Path, picture: Path) -> None:
     """Writes the picture of a run on labeled images."""
     settings = config.load(run / "config.yaml")
     data = sources.load(settings.data, seed=settings.seed)
-    encoder, train = Encoder.of(run), data.labeled
+    encoder = Encoder.of(run)
+    train = data.labeled
     queries = [
         int(np.flatnonzero(data.test.labels == label)[0]) for label in range(len(data.classes))
     ]
@@ -36,15 +37,15 @@ def draw(run: Path, picture: Path) -> None:
         .indices.numpy()
     )
 
-    rows, columns = (
-        len(queries) // 2,
-        2 * NEIGHBORS + 3,
-    )  # two blocks of query and neighbors, a gap between them
+    # Two blocks of a query and its neighbors, with a gap between them.
+    rows = len(queries) // 2
+    columns = 2 * NEIGHBORS + 3
     figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.74, rows * 0.92), dpi=120)
     for axis in axes.flat:
         axis.set_axis_off()
     for label, query in enumerate(queries):
-        row, start = label % rows, (label // rows) * (NEIGHBORS + 2)
+        row = label % rows
+        start = (label // rows) * (NEIGHBORS + 2)
         show(axes[row, start], data.test.images[query], "black", data.classes[label])
         for place, image in enumerate(nearest[label]):
             color = GREEN if train.labels[image] == label else PALE_GRAY
@@ -54,7 +55,7 @@ def draw(run: Path, picture: Path) -> None:
 
 
 def show(axis: plt.Axes, image: np.ndarray, color: str, title: str = "") -> None:
-    """One image in a frame."""
+    """Draws one image in a frame."""
     axis.set_axis_on()
     axis.set(xticks=[], yticks=[])
     axis.imshow(image, interpolation="bicubic")

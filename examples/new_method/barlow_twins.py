@@ -1,6 +1,8 @@
 """Barlow Twins (Zbontar et al., 2021): a method that is nothing but its loss.
 
-fedx-pl train method=barlow_twins:BarlowTwins fedx=true profile=cpu data.root=../../data        (from this folder)
+Type in this folder:
+
+    fedx-pl train method=barlow_twins:BarlowTwins fedx=true profile=cpu data.root=../../data
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
 
 
 class BarlowTwins(SSLMethod):
-    """Make the cross-correlation of the two views' embeddings the identity."""
+    """Makes the cross-correlation of the two views' embeddings the identity."""
 
     def __init__(
         self, backbone: nn.Module, *, redundancy: float = 5e-3, scale: float = 0.1, **base: Any
@@ -23,7 +25,7 @@ class BarlowTwins(SSLMethod):
         Args:
             backbone: see `SSLMethod`.
             redundancy: weight of the off-diagonal part.
-            scale: of the whole loss, whose terms are sums over dimensions.
+            scale: factor of the whole loss, whose terms are sums over dimensions.
             base: keyword arguments of `SSLMethod`.
         """
         super().__init__(backbone, **base)
@@ -34,9 +36,9 @@ class BarlowTwins(SSLMethod):
         self.redundancy = BarlowTwinsLoss(redundancy)
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """Redundancy reduction."""
+        """Computes the redundancy reduction loss."""
         return Loss(barlow=self.scale * self.redundancy(z.first, z.second))
 
 
 class FedXBarlowTwins(FedXMixin, BarlowTwins):
-    """With FedX: nothing else to write."""
+    """Barlow Twins with FedX; nothing else is needed."""

@@ -1,6 +1,8 @@
-"""SimSiam (Chen & He, 2021): a method of your own in one loss and one extra network.
+"""SimSiam (Chen & He, 2021): a custom method with one loss and one extra network.
 
-fedx-pl train method=simsiam:SimSiam fedx=true profile=cpu data.root=../../data        (from this folder)
+Type in this folder:
+
+    fedx-pl train method=simsiam:SimSiam fedx=true profile=cpu data.root=../../data
 """
 
 from typing import Any
@@ -14,7 +16,7 @@ from fedx_pl import Embeddings, FedXMixin, Loss, SSLMethod, Views
 
 
 class SimSiam(SSLMethod):
-    """Predict one view's embedding from the other's, whose gradient is stopped."""
+    """Predicts one view's embedding from the other's, whose gradient is stopped."""
 
     def __init__(self, backbone: nn.Module, *, bottleneck: int = 64, **base: Any) -> None:
         """Adds the predictor.
@@ -30,11 +32,11 @@ class SimSiam(SSLMethod):
         self.distance = NegativeCosineSimilarity()
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
-        """Negative cosine, symmetrised."""
+        """Computes the symmetrized negative cosine similarity."""
         first, second = self.predictor(torch.cat([z.first, z.second])).chunk(2)
         loss = self.distance(first, z.second.detach()) + self.distance(second, z.first.detach())
         return Loss(simsiam=loss / 2)
 
 
 class FedXSimSiam(FedXMixin, SimSiam):
-    """With FedX: nothing else to write."""
+    """SimSiam with FedX; nothing else is needed."""

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from fedx_pl.parts import importing
 
-# Torch's threads spin while they wait for each other. With this they soon give up and sleep, which is as fast on idle
-# cores and faster where other programs want them (docs/speed.md). GNU OpenMP reads it once, when torch is imported.
+# Torch's threads spin while they wait for each other. With this variable they soon sleep instead:
+# as fast on idle cores, faster on busy ones (docs/speed.md). GNU OpenMP reads it only once, when
+# torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -44,13 +45,49 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "BYOL", "IID", "AggregateOptions", "Aggregator", "AugmentOptions", "ClassesPerClient", "Dirichlet",
-    "EarlyStopping", "Embeddings", "Encoder", "Engine", "EngineOptions", "Evaluation", "EvaluationOptions",
-    "FedCAMixin", "FedProx", "FedU", "FedXMixin", "FedXOptions", "FederatedDataModule", "FederatedTrainer",
-    "Federation", "HealthOptions", "Loss", "MoCo", "MoonMixin", "OptimOptions", "Partition", "PrivacyOptions",
-    "ProtoCL", "QuantitySkew", "Regularizer", "RoundCallback", "RoundRecord", "SSLMethod", "Scaffold", "SimCLR",
-    "Update", "Views", "federate", "resnet10", "resnet18",
-]  # fmt: skip
+    "BYOL",
+    "IID",
+    "AggregateOptions",
+    "Aggregator",
+    "AugmentOptions",
+    "ClassesPerClient",
+    "Dirichlet",
+    "EarlyStopping",
+    "Embeddings",
+    "Encoder",
+    "Engine",
+    "EngineOptions",
+    "Evaluation",
+    "EvaluationOptions",
+    "FedCAMixin",
+    "FedProx",
+    "FedU",
+    "FedXMixin",
+    "FedXOptions",
+    "FederatedDataModule",
+    "FederatedTrainer",
+    "Federation",
+    "HealthOptions",
+    "Loss",
+    "MoCo",
+    "MoonMixin",
+    "OptimOptions",
+    "Partition",
+    "PrivacyOptions",
+    "ProtoCL",
+    "QuantitySkew",
+    "Regularizer",
+    "RoundCallback",
+    "RoundRecord",
+    "SSLMethod",
+    "Scaffold",
+    "SimCLR",
+    "Update",
+    "Views",
+    "federate",
+    "resnet10",
+    "resnet18",
+]
 
 _HOMES = {
     "fedx_pl.api": ("Federation", "federate"),
@@ -60,30 +97,27 @@ _HOMES = {
     "fedx_pl.data.partition": ("IID", "ClassesPerClient", "Dirichlet", "Partition", "QuantitySkew"),
     "fedx_pl.encoder.load": ("Encoder",),
     "fedx_pl.methods": (
-        *("BYOL", "FedU", "MoCo", "ProtoCL", "SimCLR"),
-        *("Embeddings", "Loss", "SSLMethod", "Views"),
+        "BYOL",
+        "FedU",
+        "MoCo",
+        "ProtoCL",
+        "SimCLR",
+        "Embeddings",
+        "Loss",
+        "SSLMethod",
+        "Views",
     ),
     "fedx_pl.mixins": ("FedCAMixin", "FedXMixin", "FedXOptions", "MoonMixin"),
     "fedx_pl.callbacks.early_stopping": ("EarlyStopping",),
     "fedx_pl.callbacks.options": ("HealthOptions",),
     "fedx_pl.data.options": ("AugmentOptions",),
-    "fedx_pl.engines": (
-        "Engine",
-        "EngineOptions",
-    ),
+    "fedx_pl.engines": ("Engine", "EngineOptions"),
     "fedx_pl.evaluation": ("Evaluation",),
     "fedx_pl.evaluation.options": ("EvaluationOptions",),
     "fedx_pl.federation.aggregate": ("Aggregator",),
     "fedx_pl.federation.options": ("AggregateOptions", "PrivacyOptions"),
-    "fedx_pl.federation.regularizers": (
-        "FedProx",
-        "Regularizer",
-        "Scaffold",
-    ),
-    "fedx_pl.federation.round": (
-        "RoundRecord",
-        "Update",
-    ),
+    "fedx_pl.federation.regularizers": ("FedProx", "Regularizer", "Scaffold"),
+    "fedx_pl.federation.round": ("RoundRecord", "Update"),
     "fedx_pl.methods.optim": ("OptimOptions",),
     "fedx_pl.trainer": ("FederatedTrainer",),
 }

@@ -1,4 +1,4 @@
-"""Which encoders there are, and their options; nothing here needs torch."""
+"""The available encoders and their options; importing this does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BACKBONES: Parts[Callable[..., Any]] = Parts(
 
 @dataclass(frozen=True)
 class BackboneOptions(Options):
-    """Which encoder is trained."""
+    """The encoder to train."""
 
     name: str = option("resnet18", "resnet10|resnet18|resnet34|resnet50, or any torchvision ResNet")
     width: int = option(

@@ -48,7 +48,8 @@ def build(options: BackboneOptions, *, channels: int, image_size: int) -> nn.Mod
     net.feature_dim = net.fc.in_features
     net.fc = nn.Identity()
     net.options = replace(options, stem=stem)  # how to make it again
-    return net
+    network: nn.Module = net
+    return network
 
 
 def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int = 32) -> nn.Module:
@@ -92,7 +93,7 @@ def with_feature_dim(network: nn.Module, *, channels: int = 0, image_size: int =
 
 
 def first_channels(network: nn.Module) -> int | None:
-    """How many channels the first convolution takes; None if there is none."""
+    """The number of channels that the first convolution takes; None if there is none."""
     convolutions = (module for module in network.modules() if isinstance(module, nn.Conv2d))
     return next((convolution.in_channels for convolution in convolutions), None)
 
@@ -103,7 +104,8 @@ def passed(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
     place = next((parameter.device for parameter in network.parameters()), images.device)
     try:
         with torch.no_grad(), eager(network):
-            return network.eval()(images.to(place))
+            output: torch.Tensor = network.eval()(images.to(place))
+            return output
     finally:
         for module, mode in training.items():
             module.training = mode

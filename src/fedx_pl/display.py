@@ -63,11 +63,11 @@ class Pace:
         self._last: float | None = None  # time of the last report; None: nothing is being done
 
     def start(self) -> None:
-        """Work begins now."""
+        """Called when work begins."""
         self._last = self._clock()
 
     def stop(self) -> None:
-        """Work has ended with the last report; the time since then does not count."""
+        """Called when work has ended with the last report; the time since then does not count."""
         self._last = None
 
     def done(self, work: float) -> None:
@@ -81,7 +81,7 @@ class Pace:
         self._last = now
 
     def seconds_for(self, work: float) -> float | None:
-        """How long some work will take from now on; None without any report."""
+        """The seconds that some work will still take; None without any report."""
         if not self._work:
             return None
         passed = self._clock() - self._last if self._last is not None else 0.0
@@ -192,7 +192,7 @@ class Display:
         return ()
 
     def eta(self) -> str:
-        """When the work will be done."""
+        """The estimated time until the work is done, as text."""
         seconds = self.seconds_left()
         return "ETA unknown" if seconds is None else f"ETA {duration(seconds)}"
 

@@ -158,7 +158,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     if len(word) > MAX_SHOWN:
         return ""  # Not a typo, and comparing takes the square of its length.
-    words, leaf = list(known), word.split(".")[-1]
+    words = list(known)
+    leaf = word.split(".")[-1]
     if same_leaf := [candidate for candidate in words if candidate.split(".")[-1] == leaf]:
         return same_leaf[0]
     whole = "." in word  # Otherwise the groups of the candidates do not count.

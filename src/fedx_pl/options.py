@@ -61,7 +61,7 @@ class OptionError(UserError):
         shown: Callable[[Any], str] = repr,
         write: str = "write",
     ) -> str:
-        """The message.
+        """The text of the error message.
 
         Args:
             spelled: how the user knows an argument, by its name.
@@ -76,7 +76,7 @@ class OptionError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What an option may be; for a list, what each of its items may be."""
+    """The bounds of an option; for a list, those of each item."""
 
     above: float | None = None
     at_least: float | None = None
@@ -125,7 +125,7 @@ class Bounds:
         return self.example
 
     def advice(self, name: str) -> str:
-        """What to write for an option instead of a value that is not possible."""
+        """The advice for an option whose value is not possible."""
         if self.choices:
             return " or ".join(map(str, self.choices))
         whole = isinstance(self._item, int)

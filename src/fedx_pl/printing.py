@@ -1,4 +1,4 @@
-"""How numbers and settings are printed: in tables, summaries, reports and progress."""
+"""Text of numbers and settings for tables, summaries, reports and progress."""
 
 from typing import Any
 

@@ -28,11 +28,12 @@ from fedx_pl.callbacks import arguments
 from fedx_pl.callbacks.angle import Angle
 from fedx_pl.callbacks.base import RoundCallback, kept_state
 from fedx_pl.callbacks.built_in import all_callbacks
-from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.engines import Engine, EngineOptions
 from fedx_pl.errors import UserError
 from fedx_pl.evaluation import Evaluation
-from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
+from fedx_pl.evaluation.evaluate import Evaluator
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.allocator import keep_freed_memory
 from fedx_pl.federation.attached import Attached
@@ -40,9 +41,8 @@ from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.collect import collect, next_state, require_enough
 from fedx_pl.federation.identity import Identity, identity_of, made_with
-from fedx_pl.federation.options import AggregateOptions
+from fedx_pl.federation.options import AggregateOptions, PrivacyOptions
 from fedx_pl.federation.pending import UnfinishedRound
-from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.robust import make_rule
 from fedx_pl.federation.round import GlobalState, RoundRecord

@@ -1,1 +1,1 @@
-"""What happens around the rounds: health alarms, the dashboard, the progress display."""
+"""Callbacks around the rounds: health alarms, the dashboard, the progress display."""

@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import Checkpoint, DeviceStatsMonitor, LearningRateMonitor, Timer
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from fedx_pl import backbones
 from fedx_pl.callbacks.base import RoundCallback
-from fedx_pl.callbacks.health import HealthOptions
+from fedx_pl.callbacks.options import HealthOptions
 from fedx_pl.data.module import FederatedDataModule
 from fedx_pl.engines import ENGINES, EngineOptions
 from fedx_pl.errors import UserError, first_line, known_names, options_of
 from fedx_pl.evaluation import Evaluation
-from fedx_pl.evaluation.evaluate import EvaluationOptions
+from fedx_pl.evaluation.options import EvaluationOptions
 from fedx_pl.federation import privacy
 from fedx_pl.federation.aggregate import Aggregator
 from fedx_pl.federation.device import device_of, resolve_precision
-from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions
-from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.options import REGULARIZERS, RULES, AggregateOptions, PrivacyOptions
 from fedx_pl.federation.regularizers import Regularizer, require_fitting_optimizer
 from fedx_pl.methods.base import SSLMethod
 from fedx_pl.methods.optim import PRECISIONS
@@ -128,7 +127,8 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
     Raises:
         UserError: it cannot take the images, or gives something else than ``feature_dim`` features.
     """
-    network, channels = model.backbone, data.channels
+    network = model.backbone
+    channels = data.channels
     taken = backbones.first_channels(network)
     if hasattr(network, "options") and taken in (channels, None):
         return
@@ -141,10 +141,8 @@ def require_fitting_network(model: SSLMethod, data: FederatedDataModule) -> None
         reason = f"{type(error).__name__}: {first_line(error)}"
         instead = "a backbone for images of this size"
         if taken not in (channels, None):
-            reason, instead = (
-                f"its first convolution takes {taken} channels",
-                f"e.g. resnet18(channels={channels})",
-            )
+            reason = f"its first convolution takes {taken} channels"
+            instead = f"e.g. resnet18(channels={channels})"
         shape = " x ".join(map(str, blank.shape[1:]))
         raise UserError(
             f"the images have {channels} channel{'s' * (channels > 1)} ({shape}), and the backbone "
@@ -193,8 +191,9 @@ def _what_instead(name: str, item: Any) -> str:
         ("callbacks", RoundCallback),
         ("client_callbacks", pl.Callback),
         ("evaluations", Evaluation),
-        ("logger", Logger), ("regularizer", Regularizer),
-    ]  # fmt: skip
+        ("logger", Logger),
+        ("regularizer", Regularizer),
+    ]
     if isinstance(item, type) and issubclass(item, dict(homes)[name]):
         made = "EvaluationOptions()" if name == "evaluations" else ""
         return f"is a class; write {name}=[{item.__name__}({made})]"
@@ -206,7 +205,7 @@ def _what_instead(name: str, item: Any) -> str:
         "client_callbacks": "[Timer()], of pytorch_lightning.callbacks",
         "evaluations": "[Geometry(EvaluationOptions())], of fedx_pl.evaluation.embedding",
         "logger": 'True for a TensorBoard dashboard, False for none, or CSVLogger("logs")',
-    }[name]  # fmt: skip
+    }[name]
     return f"is not possible; write e.g. {name}={example}"
 
 
@@ -255,7 +254,8 @@ def _evaluation(value: Any) -> EvaluationOptions | None:
         raise UserError(
             f"evaluation={_shown(value)} is an evaluation of its own; write evaluations=[...]"
         )
-    return _options("evaluation", value, EvaluationOptions)
+    options: EvaluationOptions = _options("evaluation", value, EvaluationOptions)
+    return options
 
 
 def _require_place(trainer: FederatedTrainer) -> None:

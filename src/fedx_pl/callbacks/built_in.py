@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def all_callbacks(trainer: FederatedTrainer) -> list[RoundCallback]:
-    """First those that measure, then the user's, then those that write and show."""
+    """Lists the callbacks that measure, then the user's, then those that write and show."""
     users = trainer.callbacks
     given = trainer.logger
     given = [given] if isinstance(given, Logger | bool) else list(given)

@@ -30,8 +30,20 @@ HEALTH = ("rankme", "uniformity", "feature_std")
 WORK = ("data", "step", "aggregate", "evaluate")  # what a round spends its time on
 # Columns of metrics.csv that are neither client metrics nor added by a user's callbacks.
 BUILT_IN = {
-    *("round", "loss", "clients", "dropped", "lr", "images_per_second", "train_seconds"),
-    *("round_seconds", "epsilon", "bytes_up", "bytes_down", "drift", "trained", "images"),
+    "round",
+    "loss",
+    "clients",
+    "dropped",
+    "lr",
+    "images_per_second",
+    "train_seconds",
+    "round_seconds",
+    "epsilon",
+    "bytes_up",
+    "bytes_down",
+    "drift",
+    "trained",
+    "images",
     *(f"{kind}_seconds" for kind in WORK),
 }
 BUILT_IN_PREFIXES = ("loss_", "knn_", "linear_")
@@ -59,7 +71,7 @@ class Dashboard(RoundCallback):
     @override
     def setup(self, trainer: FederatedTrainer) -> None:
         self.trainer = trainer
-        vars(self).pop("gallery", None)  # That of an earlier fit is of other images.
+        vars(self).pop("gallery", None)  # An earlier fit had other images.
         # Cuts off what was written after the last saved round: it is written again.
         self.writer = RunWriter(
             trainer.folder / "tensorboard", lengths=self._files, max_clients=self.client_curves
@@ -223,7 +235,7 @@ class Dashboard(RoundCallback):
         classes = self.trainer.datamodule.images.classes
         if labels is None:
             return [f"image {row}" for row in self.gallery]
-        return [classes[label] if label >= 0 else "unlabelled" for label in labels]
+        return [classes[label] if label >= 0 else "unlabeled" for label in labels]
 
     def _features(self) -> Tensor:
         """The features of the gallery by the current model."""

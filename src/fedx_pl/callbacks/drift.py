@@ -1,4 +1,4 @@
-"""How far clients move away from the global weights."""
+"""The drift of clients: their distance from the global weights."""
 
 from __future__ import annotations
 
@@ -53,4 +53,5 @@ def drift_of(state: State, reference: State) -> float:
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
     """The norm of all tensors together."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    return torch.stack(norms).norm()
+    total: Tensor = torch.stack(norms).norm()
+    return total

@@ -1,4 +1,4 @@
-"""When a run will be done: by its current training rate, and the training and evaluations left."""
+"""The estimated end of a run, from its training rate and the work that is left."""
 
 import statistics
 from collections import Counter
@@ -48,7 +48,7 @@ class Eta:
         self._before = finished
 
     def start(self, round_number: int, share: float, steps: int) -> None:
-        """A round's clients begin to train.
+        """Called when a round's clients begin to train.
 
         Args:
             round_number: which round.
@@ -69,7 +69,7 @@ class Eta:
             self._pace.done(count)
 
     def client(self, share: float) -> None:
-        """A share of the round's clients is done; with all of them the evaluation begins."""
+        """Called when a share of the round's clients is done; after all, the evaluation begins."""
         reached = self._finished + share
         if not self.steps and reached > self.done:
             self._pace.done(reached - self.done)
@@ -82,7 +82,7 @@ class Eta:
         self._evaluating = self._clock()
 
     def row(self, round_number: int, evaluated: float) -> None:
-        """A round is saved.
+        """Called when a round is saved.
 
         Args:
             round_number: which round; 0 is the evaluation of the untrained network.

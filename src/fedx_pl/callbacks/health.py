@@ -46,7 +46,7 @@ class Health(RoundCallback):
         self._refuse_collapsed(trainer)
 
     def _collapse(self, record: RoundRecord) -> Iterator[str]:
-        """By the row; where clients evaluate their own images, more than half of all must agree."""
+        """Alarms of collapse. If clients evaluate their own images, more than half must agree."""
         rankme = self._typical(record, "rankme", math.inf)
         uniformity = self._typical(record, "uniformity", -math.inf)
         if rankme < (least := self.options.min_rankme):

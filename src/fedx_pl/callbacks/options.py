@@ -8,7 +8,7 @@ from fedx_pl.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class HealthOptions(Options):
-    """When to raise an alarm, and what follows."""
+    """Options of health alarms: their bounds, and what happens after an alarm."""
 
     on_collapse: str = option(
         "warn",

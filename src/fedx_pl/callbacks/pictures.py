@@ -42,7 +42,8 @@ def _one_of_each(labels: np.ndarray | None, count: int) -> list[int]:
     if labels is None or (labels < 0).all():
         return list(range(min(QUERIES, count)))
     _, first = np.unique(labels[labels >= 0], return_index=True)
-    return np.flatnonzero(labels >= 0)[first][:QUERIES].tolist()
+    rows: list[int] = np.flatnonzero(labels >= 0)[first][:QUERIES].tolist()
+    return rows
 
 
 def neighbor_grid(images: Tensor, rows: Tensor, labels: np.ndarray | None) -> np.ndarray:

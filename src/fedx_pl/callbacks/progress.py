@@ -64,7 +64,7 @@ class Terminal(Display):
         self._move(f"round {first}/{self.rounds}")
 
     def start(self, round_number: int, done: int, clients: int, steps: int) -> None:
-        """A round begins, or one of its clients was trained by an earlier process.
+        """Called when a round begins, or when an earlier process has trained one of its clients.
 
         Only now, since real sites may have been waited for.
         """
@@ -124,7 +124,7 @@ class Terminal(Display):
         return self._left.seconds()
 
     def below(self) -> Sequence[Text]:
-        """What the last client reported, and what the workers do."""
+        """Lines with the last client's report and the state of the workers."""
         client = _joined(self._rate, self._loss and f"last client: {self._loss}", self._terms)
         workers = ", ".join(f"{worker}: {what}" for worker, what in self._workers.items())
         # A site chooses the names of its losses; there may be many workers.

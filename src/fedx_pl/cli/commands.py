@@ -1,4 +1,4 @@
-"""What can be typed after ``fedx-pl``: all commands, their options and their help.
+"""All commands of ``fedx-pl``, with their options and help.
 
 Nothing heavy is imported here, so that help and mistakes are answered at once. The work of a
 command is done by the function `run` of its module, which imports torch.
@@ -150,9 +150,14 @@ WORDS = {"options_metavar": "", "subcommand_metavar": "COMMAND ..."}
 
 @click.group("fedx-pl", cls=_Group, context_settings=SETTINGS, epilog=EXAMPLES, **WORDS)
 @click.option(
-    "-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
+    "-V",
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
     help="Show the versions of fedx-pl, Python, torch and Lightning.",
-)  # fmt: skip
+)
 def fedx_pl() -> None:
     """Federated self-supervised learning on PyTorch Lightning, with FedX for any method."""
 
@@ -291,10 +296,20 @@ def _federate(function: str, options: dict[str, Any]) -> int:
 
 @federate.command()
 @_option("--sites", "NAMES", "Such as hospital-a,hospital-b.", "", show_default=False)
-@_option("--revoke", "NAMES", "Refuse the keys of these sites; --sites makes new ones.", "",
-         show_default=False)  # fmt: skip
-@_option("--host", "NAME", "The name by which sites reach the coordinator.", "",
-         show_default="the name of this machine")  # fmt: skip
+@_option(
+    "--revoke",
+    "NAMES",
+    "Refuse the keys of these sites; --sites makes new ones.",
+    "",
+    show_default=False,
+)
+@_option(
+    "--host",
+    "NAME",
+    "The name by which sites reach the coordinator.",
+    "",
+    show_default="the name of this machine",
+)
 @_port
 @_folder("--out", "Where keys and certificates go.", default=Path("keys"))
 def keys(**options: Any) -> int:
@@ -307,8 +322,13 @@ def keys(**options: Any) -> int:
 @_option("--clients", "N", "How many sites take part.", type=int, required=True)
 @_folder("--keys", "The folder that fedx-pl federate keys made.", default=Path("keys/server"))
 @_fork
-@_option("--host", "ADDRESS", "The address to listen on.", "",
-         show_default="all; with --insecure, 127.0.0.1")  # fmt: skip
+@_option(
+    "--host",
+    "ADDRESS",
+    "The address to listen on.",
+    "",
+    show_default="all; with --insecure, 127.0.0.1",
+)
 @_port
 @_option("--wait", "SECONDS", "How long the first round waits for all sites.", 600.0)
 @_option("--timeout", "SECONDS", "How long a round waits for a site's answer.", 86400.0)
@@ -327,11 +347,17 @@ def server(**options: Any) -> int:
 @_overrides("KEY=VALUE", "This site's own run.*, data.*, privacy.* and site.* keys.")
 @_folder("--data", "The folder of this site's images; it is only read.", "IMAGES", required=True)
 @_folder("--keys", "The folder of keys that was made for this site.", default=Path())
-@_option("--server", "HOST:PORT", "The coordinator's address.", "",
-         show_default="as in the site's keys")  # fmt: skip
+@_option(
+    "--server", "HOST:PORT", "The coordinator's address.", "", show_default="as in the site's keys"
+)
 @_folder("--state", "Where this site's private state is kept.", show_default="fedx-site-NAME")
-@_option("--name", "NAME", "The name of this site, with --insecure.", "",
-         show_default="the name of the folder of images")  # fmt: skip
+@_option(
+    "--name",
+    "NAME",
+    "The name of this site, with --insecure.",
+    "",
+    show_default="the name of the folder of images",
+)
 @_flag("--allow-code", "Import modules that the coordinator names, as in method=module:Class.")
 @_flag("--stay", "Wait for the next federation when one has finished.")
 @_insecure

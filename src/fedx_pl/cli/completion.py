@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What may follow a command."""
+    """The completions of a command."""
 
     path: str  # such as "train" or "federate server"; empty for fedx-pl itself
     help: str
@@ -108,7 +108,7 @@ def commands(command: click.Command = fedx_pl, path: str = "") -> Iterator[Comma
 
 
 def _words(path: str) -> list[str]:
-    """What a command takes besides options and files."""
+    """The words that a command takes besides options and files."""
     names = {
         "data": configuration.choices("data"),
         "evaluate": list(EVALUATIONS),

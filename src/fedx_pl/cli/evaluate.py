@@ -164,7 +164,8 @@ def _read(folder: Path, allow_code: bool) -> Config:
     # Whoever sent the run does not choose where files are written; caches that exist are read.
     config = _replaced(_replaced(config, "data.cache", ""), "data.download", False)
     known = config.data.name in RESIZED or (cache_folder(config.data) / config.data.name).is_dir()
-    return config if known else _replaced(config, "data.cache", NO_CACHE)
+    changed: Config = config if known else _replaced(config, "data.cache", NO_CACHE)
+    return changed
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
@@ -196,7 +197,7 @@ def _replaced(options: Any, key: str, value: Any) -> Any:
 
 
 def _compare_code(folder: Path, config: Config, report: Report, *, train: bool) -> None:
-    """Weights may be measured, but not trained, with code that was edited since."""
+    """Compares the code with the run's; if it was edited, weights are measured, but not trained."""
     before = foreign_code.read_record(folder)
     code = foreign_code.code_of(*brought(config))
     if before is None and code:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what was typed after ``fedx-pl``; ``sys.argv`` unless given.
 
     Returns:
-        The exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C.
+        The exit code: 2 for a mistake that the user can fix, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -97,7 +97,7 @@ def _explained(error: click.UsageError) -> UserError:
 
 
 def _message(error: Exception) -> str:
-    """What to say about an error that the user can mend; nothing about a defect."""
+    """The message for an error that the user can fix; empty for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):

@@ -210,7 +210,7 @@ def _take_part(options: SimpleNamespace) -> None:
         _serve(here, address, ca, private=known.private, say=say, stay=options.stay)
         if here.refusal:
             raise UserError(
-                f"the coordinator cannot take this site: {here.refusal}; when it is mended, start "
+                f"the coordinator cannot take this site: {here.refusal}; when it is fixed, start "
                 "this site again"
             )
         return
@@ -298,7 +298,8 @@ def _serve(
             node = Node(address, ca, private, before, trust=trust, max_bytes=max_bytes)
             write_atomically(connection, str(node.number).encode(), private=True)
             say("connected; waiting for rounds")
-            said_unreachable, refused_since = False, 0.0
+            said_unreachable = False
+            refused_since = 0.0
             while here.ended not in last:
                 incoming = node.next()
                 if incoming is None:
@@ -314,7 +315,8 @@ def _serve(
         except Unreachable as error:
             if not said_unreachable and here.ended not in last:
                 say(f"{address} cannot be reached, trying again ({error})")
-            said_unreachable, pause = True, AGAIN_SECONDS
+            said_unreachable = True
+            pause = AGAIN_SECONDS
         except Refused as error:
             if isinstance(error, WrongCertificate):
                 raise UserError(

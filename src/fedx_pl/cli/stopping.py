@@ -19,7 +19,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """In this context the first of `SIGNALS` raises `Stopped`; further ones are ignored."""
+    """Makes the first of `SIGNALS` raise `Stopped`, and ignores further ones."""
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in SIGNALS:

@@ -1,4 +1,4 @@
-"""What is printed when a command has finished."""
+"""The summary that is printed when a command has finished."""
 
 import shlex
 import shutil

@@ -1,4 +1,4 @@
-"""What no value of a configuration may be, whatever its key.
+"""Bounds on the values of a configuration that hold for all keys.
 
 The fields of options have narrower bounds of their own. Objects made in Python are not checked
 here.

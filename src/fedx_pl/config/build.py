@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from fedx_pl import backbones
+from fedx_pl import backbone_options, backbones
 from fedx_pl.callbacks.base import RoundCallback
 from fedx_pl.config.compose import code_words, compose, load
 from fedx_pl.config.registry import (
@@ -30,7 +30,7 @@ from fedx_pl.config.registry import (
     is_foreign,
     make,
     making,
-)  # fmt: skip
+)
 from fedx_pl.config.schema import TENSORBOARD, Config, in_keys
 from fedx_pl.data import sources
 from fedx_pl.data.images import ARRAYS, DataOptions, ImageData
@@ -117,7 +117,7 @@ def require_possible(config: Config) -> None:
     privacy.require_possible(config.privacy, config.regularizer.made())
     resolve_device(config.run.device)
     if not is_foreign(BACKBONE, config.backbone.name):
-        backbones.require_possible(config.backbone)
+        backbone_options.require_possible(config.backbone)
     brought(config)
     for kind, words in ((LOGGER, config.logger), (CALLBACK, config.callbacks)):
         for word in words:
@@ -189,7 +189,8 @@ def make_model(config: Config, *, channels: int, image_size: int) -> SSLMethod:
     for name, mixin in MIXINS.items():
         chosen = getattr(config, name, None)
         if chosen is not None and chosen.enabled:
-            method, options[name] = wrap(mixin, method), chosen
+            method = wrap(mixin, method)
+            options[name] = chosen
     for word in config.mixins:
         method = wrap(find(MIXIN, word), method)
     with torch.random.fork_rng(devices=[]):
@@ -221,7 +222,8 @@ def make_backbone(config: Config, *, channels: int, image_size: int) -> nn.Modul
         raise UserError(
             f"backbone.name={options.name} returns {network!r}, which is not a torch module"
         )
-    network.options, network.made_by = options, find(BACKBONE, options.name)  # type: ignore[assignment]
+    network.options = options  # type: ignore[assignment]
+    network.made_by = find(BACKBONE, options.name)
     return backbones.with_feature_dim(network, channels=channels, image_size=image_size)
 
 
@@ -245,7 +247,8 @@ def make_trainer(
     progress: bool = False,
 ) -> FederatedTrainer:
     """The trainer of a configuration; the arguments are those of `build`."""
-    federation, run = config.federation, config.run
+    federation = config.federation
+    run = config.run
     accelerator, _, number = run.device.partition(":")
     return FederatedTrainer(
         max_rounds=federation.rounds,
@@ -307,9 +310,12 @@ def _arrays(config: Config, data: ImageData) -> tuple[Config, ImageData]:
     mean = config.data.mean if config.data.mean != usual.mean else []
     std = config.data.std if config.data.std != usual.std else []
     options = DataOptions(
-        name=ARRAYS, image_size=side, grayscale=channels == 1,
-        mean=list(mean or [0.5] * channels), std=list(std or [0.25] * channels),
-    )  # fmt: skip
+        name=ARRAYS,
+        image_size=side,
+        grayscale=channels == 1,
+        mean=list(mean or [0.5] * channels),
+        std=list(std or [0.25] * channels),
+    )
     name = config.name
     if name.startswith(f"{config.data.name}-"):  # Not a name that the user chose.
         name = ARRAYS + name.removeprefix(config.data.name)

@@ -216,7 +216,8 @@ def load(path: Path, trusted: Collection[str] = ()) -> Config:
         raise UserError(f"{path} is not a readable run configuration ({error})") from error
     if isinstance(tree, dict):
         # These belong to the command that trained, not to the run.
-        tree["callbacks"], tree["logger"] = [], [TENSORBOARD]
+        tree["callbacks"] = []
+        tree["logger"] = [TENSORBOARD]
         tree.pop("engine", None)
     foreign = code_words(tree) if isinstance(tree, dict) else set()
     if "*" not in trusted and (unknown := sorted(foreign - set(trusted))):
@@ -288,9 +289,11 @@ def _plain(value: Any) -> Any:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *outer, last = key.split(".")
+    tree = {last: value}
+    for part in reversed(outer):
+        tree = {part: tree}
+    return tree
 
 
 def _merge(schema: DictConfig, content: dict[str, Any], where: str) -> DictConfig:

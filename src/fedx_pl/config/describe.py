@@ -47,7 +47,8 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
         f"{federation.clients} clients, {backbone}seed {config.seed}"
     )
     if not trains_here:
-        rule, share = config.aggregate.rule, config.aggregate.max_share
+        rule = config.aggregate.rule
+        share = config.aggregate.max_share
         known = {
             "mean": "a site that lies may ruin the model",
             "clip": "updates are clipped to the usual length",
@@ -62,8 +63,9 @@ def announcement(config: Config, *, trains_here: bool = True) -> str:
 
 
 def expectation(run: Run, seconds: float) -> str:
-    """Where a run trains and how long it takes."""
-    trainer, config = run.trainer, run.config
+    """Describes where a run trains and how long it takes."""
+    trainer = run.trainer
+    config = run.config
     cuda = trainer.device.type == "cuda"
     threads = torch.get_num_threads()
     where = (

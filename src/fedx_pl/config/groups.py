@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FederationOptions(Options):
-    """Who trains, and how often."""
+    """Options of the rounds: clients, rounds and local epochs."""
 
     clients: int = option(10, "N, how many clients own the images", at_least=1)
     rounds: int = option(100, "R, communication rounds", at_least=1)
@@ -41,7 +41,7 @@ class FederationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """Where and how a run is executed; only ``compile`` changes results, by rounding."""
+    """Options of execution; only ``compile`` changes results, by rounding."""
 
     root: str = option("runs", "folder of all runs")
     dir: str = option("", "this run's folder; empty: ROOT/NAME-sSEED-HASH")
@@ -70,7 +70,7 @@ class RunOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SiteOptions(Options):
-    """What a coordinator may ask of a site; keys of `fedx-pl federate client`."""
+    """Limits on what a coordinator may ask of a site; keys of `fedx-pl federate client`."""
 
     max_side: int = option(4096, "federate client: pixels on a side of an image", at_least=0)
     max_cache_gb: float = option(
@@ -87,7 +87,7 @@ class SiteOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions(Options):
-    """How images are dealt to clients."""
+    """Options of the partition of images among clients."""
 
     kind: str = option(
         "dirichlet",
@@ -111,14 +111,14 @@ class PartitionOptions(Options):
 
 @dataclass(frozen=True)
 class EvaluationKeys(EvaluationOptions):
-    """How often and how the encoder is measured."""
+    """Options of the evaluation of the encoder."""
 
     also: list[str] = option([], "evaluations of your own, when kNN is due: [package.module:Class]")
 
 
 @dataclass(frozen=True)
 class RegularizerOptions(Options):
-    """Which regularizer; plain FedAvg has none."""
+    """The choice of a regularizer; plain FedAvg has none."""
 
     name: str = option("none", "none | fedprox | scaffold (short: regularizer=fedprox)")
     mu: float = option(0.01, "fedprox: weight of the pull towards the global weights", at_least=0)
@@ -131,6 +131,6 @@ class RegularizerOptions(Options):
 
 @dataclass(frozen=True)
 class MethodOptions(Options):
-    """Which method; `compose` adds the method's hyper-parameters as further fields."""
+    """The choice of a method; `compose` adds its hyper-parameters as further fields."""
 
     name: str = option("simclr", "short: method=NAME")

@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def base(self) -> type | None:
-        """What a class must be a subclass of; None: a function will do."""
+        """The required base class; None if a function will do."""
         return imported(self.base_path) if self.base_path else None
 
     def typed(self, word: str) -> str:

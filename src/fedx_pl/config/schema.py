@@ -245,7 +245,7 @@ def in_keys(group: str = "") -> Iterator[None]:
 
 @cache
 def _prefixes() -> dict[str, str]:
-    """What stands before the keys of each class of options, by the name of the class."""
+    """The prefix of the keys of each class of options, by the name of the class."""
 
     def walk(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield type(options).__name__, prefix
@@ -341,7 +341,8 @@ def frozen(schema: DictConfig) -> Config:
         raise UserError(f"wrong value for {error.full_key}: {first_line(error)}") from error
     assert isinstance(config, Config)
     values = dataclasses.asdict(config)
-    usual, method = _defaults(Parts.of(values)), config.method.name
+    usual = _defaults(Parts.of(values))
+    method = config.method.name
     ours = (
         _defaults(Parts(method))
         if method in METHOD.built_in

@@ -1,1 +1,1 @@
-"""Where images come from, who owns them, and how they become batches."""
+"""Images: their sources, their partition among clients, and batches of them."""

@@ -26,7 +26,7 @@ SIGMA = (0.1, 2.0)  # SimCLR's range of blur
 
 
 class _Uniforms(NamedTuple):
-    """One uniform number in [0, 1) per image and decision, each of shape (B,).
+    """Uniform numbers in [0, 1), one per image and decision, each of shape (B,).
 
     All are drawn whatever the options are, so that switching one step off leaves the other steps'
     randomness as it was.
@@ -180,10 +180,8 @@ class Augment:
         x = x.to(torch.float32, memory_format=torch.channels_last).permute(0, 2, 3, 1)
         key = (x.device, width)
         if key not in self._rows:  # kept: making a tensor from Python numbers waits for the device
-            mean, std = (
-                torch.tensor(self.mean, dtype=torch.float64),
-                torch.tensor(self.std, dtype=torch.float64),
-            )
+            mean = torch.tensor(self.mean, dtype=torch.float64)
+            std = torch.tensor(self.std, dtype=torch.float64)
             rows = (1 / (WHITE * std)).repeat(width), (-mean / std).repeat(width)
             self._rows[key] = (rows[0].float().to(x.device), rows[1].float().to(x.device))
         scale, shift = self._rows[key]
@@ -218,7 +216,7 @@ def shift_and_flip(images: Tensor, u_y: Tensor, u_x: Tensor, pad: int, flip: Ten
         images: (B, H, W, C), any dtype.
         u_y: (B,) in [0, 1): vertical place of the crop.
         u_x: (B,) in [0, 1): horizontal place of the crop.
-        pad: Any size, even beyond the image (the reflection goes on and on).
+        pad: Any size, even beyond the image (the reflection is repeated).
         flip: (B,) bool.
 
     Returns:
@@ -301,7 +299,9 @@ def warp(
     if flip is not None:
         half_w = torch.where(flip, -half_w, half_w)
     radians = zeros if degrees is None else degrees * (math.pi / 180)
-    cos, sin, aspect = radians.cos(), radians.sin(), size[1] / size[0]
+    cos = radians.cos()
+    sin = radians.sin()
+    aspect = size[1] / size[0]
     theta = torch.stack(
         [
             half_w * cos,
@@ -353,6 +353,7 @@ def _blend_(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
 
 def _gray(x: Tensor) -> Tensor:
     """Converts (B, 3, H, W) to gray (B, 1, H, W)."""
+    r: Tensor
     r, g, b = x.split(1, dim=1)
     return (r * LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2])
 

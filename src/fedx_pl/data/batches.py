@@ -99,7 +99,8 @@ class ClientData:
 
     def _relation_batches(self, number: int) -> Iterator[Tensor]:
         """Yields ``B_r``, in an order independent of ``B`` that starts again when it is used up."""
-        size, lap = min(self.relation_size, self.num_images), 0
+        size = min(self.relation_size, self.num_images)
+        lap = 0
         while True:
             order = self.index[self._order("relation", number, lap)]
             yield from order[: self.num_images // size * size].split(size)
@@ -145,7 +146,8 @@ def batches_of(
     reserved = 0
     relation_batch = False
     if isinstance(model, SSLMethod):
-        reserved, relation_batch = model.reserved_images(batch_size), model.relation_batch
+        reserved = model.reserved_images(batch_size)
+        relation_batch = model.relation_batch
     return ClientData(
         store=store,
         index=torch.from_numpy(rows).to(store.index_device),
@@ -175,7 +177,8 @@ class LocalEpochs:
     def __iter__(self) -> Iterator[Views]:
         # A generator, so that an epoch counts when its first batch is asked for: Lightning also
         # makes iterators that it never uses.
-        number, self.number = self.number, self.number + 1
+        number = self.number
+        self.number += 1
         batches = self.data.epoch(number)
         while True:
             started = time.perf_counter()

@@ -33,13 +33,13 @@ NO_CACHE = "none"  # data.cache: decoded copies are deleted when the process end
 # Where data.image_size has a meaning: the images of other data sets have one size.
 RESIZED = ("folder", "imagenet10", ARRAYS)
 VALUE_RANGE_FILE = "value_range.json"  # in a run folder, if its images had such a range
-# Of images with more than 8 bits per value: what becomes 0 and 255.
+# The values that become 0 and 255 in images with more than 8 bits per value.
 ValueRange = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
-    """Which images, where they are and how they are read."""
+    """Options of the images: their source, their place and how they are read."""
 
     name: str = option("cifar10", "cifar10, cifar100, svhn, fmnist, imagenet10 or folder")
     root: str = option(
@@ -76,11 +76,11 @@ class DataOptions(Options):
         "none", "folder: none, folders (parent folder = class) or a CSV file path,label"
     )
     test_root: str = option(
-        "", "folder: labelled images to evaluate on; empty: hold out test_fraction"
+        "", "folder: labeled images to evaluate on; empty: hold out test_fraction"
     )
     test_fraction: float = option(
         0.2,
-        "folder: share of the labelled images kept out of training, to evaluate on",
+        "folder: share of the labeled images kept out of training, to evaluate on",
         at_least=0,
         at_most=1,
     )
@@ -269,7 +269,8 @@ def normalization(
         UserError: there are more or fewer numbers than channels, or a standard deviation is not
             positive.
     """
-    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.25,) * channels
+    means = tuple(mean) or (0.5,) * channels
+    stds = tuple(std) or (0.25,) * channels
     for name, values in (("mean", means), ("std", stds)):
         if len(values) != channels:
             advice = f"{channels} numbers, one per channel"

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fedx_pl.data import sources
-from fedx_pl.data.augment import Augment, AugmentOptions
+from fedx_pl.data.augment import Augment
 from fedx_pl.data.batches import ClientData, ImageStore, LocalEpochs, batches_of
 from fedx_pl.data.images import (
     ARRAYS,
@@ -28,6 +28,7 @@ from fedx_pl.data.images import (
     normalization,
     require_memory,
 )
+from fedx_pl.data.options import AugmentOptions
 from fedx_pl.data.partition import Dirichlet, Given, Partition, checked
 from fedx_pl.data.sources.named import STATISTICS
 from fedx_pl.errors import UserError, in_arguments, options_of, say
@@ -89,10 +90,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.report = report
         self.loader = loader
         self.partition = partition or Dirichlet()
-        self.batch_size, self.augment_options = (
-            batch_size,
-            options_of("augment", augment, AugmentOptions),
-        )
+        self.batch_size = batch_size
+        self.augment_options = options_of("augment", augment, AugmentOptions)
         self.mean, self.std = _per_channel("mean", mean), _per_channel("std", std)
         self.root = root
         self.limit = limit
@@ -113,7 +112,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._ready = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: images that can be loaded again are left behind, test images too."""
+        """The state for another process, without test images and images that it can load again."""
         state = vars(self) | {"report": _silent, "_stores": {}, "trainer": None, "test": None}
         if isinstance(self.source, str | DataOptions):
             for name in ("images", "clients", "augment"):
@@ -132,7 +131,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def channels(self) -> int:
         """The number of channels of an image."""
-        return self.images.train.images.shape[3]
+        return int(self.images.train.images.shape[3])
 
     @property
     def image_size(self) -> int:
@@ -236,7 +235,8 @@ class FederatedDataModule(pl.LightningDataModule):
         """Refuses, before hours of decoding, a batch with two views that cannot fit."""
         if self.loader is not None or source.name not in RESIZED:
             return
-        side, channels = sources.stored_side(source), sources.stored_channels(source)
+        side = sources.stored_side(source)
+        channels = sources.stored_channels(source)
         view = self.augment_options.for_side(side).size or side
         needed = self.batch_size * channels * (side**2 + 2 * 4 * view**2)
         require_memory(
@@ -302,13 +302,14 @@ def _one_per_client(source: object) -> bool:
 
 def _arrays(source: Any, name: str) -> Arrays | None:
     """Converts a data set to arrays."""
-    if source is None or sources.is_pair(source):
-        return source
-    return (
-        (source, None)
-        if sources.is_array(source)
-        else sources.of_datasets([source], f"{name}, data set")[0]
-    )
+    if source is None:
+        return None
+    if sources.is_pair(source):
+        pair: Arrays = source
+        return pair
+    if sources.is_array(source):
+        return source, None
+    return sources.of_datasets([source], f"{name}, data set")[0]
 
 
 def _silent(line: str) -> None:

@@ -9,7 +9,7 @@ CROPS = ("pad", "resized", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentOptions(Options):
-    """How training images are augmented: geometry, then color, gray and blur; 0 skips a step."""
+    """Options of augmentation: geometry, then color, gray and blur; 0 skips a step."""
 
     crop: str = option(
         "pad",
@@ -26,14 +26,14 @@ class AugmentOptions(Options):
     flip: float = option(0.5, "probability of a horizontal flip", at_least=0, at_most=1)
     brightness: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
     contrast: float = option(0.4, "factor drawn from 1 ± this", at_least=0)
-    saturation: float = option(0.4, "factor drawn from 1 ± this; colour images only", at_least=0)
+    saturation: float = option(0.4, "factor drawn from 1 ± this; color images only", at_least=0)
     hue: float = option(
-        0.1, "turns drawn from ± this, at most 0.5; colour images only", at_least=0, at_most=0.5
+        0.1, "turns drawn from ± this, at most 0.5; color images only", at_least=0, at_most=0.5
     )
     jitter_prob: float = option(
-        1.0, "probability of the four colour changes, as one", at_least=0, at_most=1
+        1.0, "probability of the four color changes, as one", at_least=0, at_most=1
     )
-    grayscale: float = option(0.0, "probability of dropping colour", at_least=0, at_most=1)
+    grayscale: float = option(0.0, "probability of dropping color", at_least=0, at_most=1)
     blur: float = option(
         0.0, "probability of a Gaussian blur, sigma 0.1 to 2", at_least=0, at_most=1
     )

@@ -35,7 +35,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class IID(Partition):
-    """Equal parts at random."""
+    """A split into equal parts at random."""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Shuffles all rows and cuts them into equal parts."""
@@ -139,7 +139,7 @@ class Given(Partition):
 
 @dataclass(frozen=True)
 class Elsewhere(Partition):
-    """No images here: they are at real sites, which do not share them."""
+    """An empty split: the images are at real sites, which do not share them."""
 
     def deal(self, data: ImageData, seed: int) -> list[np.ndarray]:
         """Returns no rows."""

@@ -70,7 +70,8 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Maps images (n, C, h, w), floats from 0 to 1, to features (n, feature_dim)."""
-        return self.backbone((images - self.mean) / self.std)
+        features: Tensor = self.backbone((images - self.mean) / self.std)
+        return features
 
     @property
     def channels(self) -> int:
@@ -110,7 +111,8 @@ class Encoder(nn.Module):
                 f"{folder}: backbone.{bad[0]} of round {state.round} has values that are not "
                 f"finite; --round NUMBER takes an older round, if one was kept"
             )
-        side, channels = _side(config), stored_channels(config.data)
+        side = _side(config)
+        channels = stored_channels(config.data)
         if backbone is None:
             backbone = _backbone(folder, config, channels, side=side, allow_code=allow_code)
         try:

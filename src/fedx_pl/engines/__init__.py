@@ -1,4 +1,4 @@
-"""Where clients train: in this process, on a Ray cluster, or at real sites over Flower.
+"""Engines, which train clients in this process, on a Ray cluster, or at sites over Flower.
 
 An engine gets the round's frozen context and the list of clients, and yields their updates as they
 finish. It decides where a client trains, never what it computes: the same seed gives the same

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
+from fedx_pl.engines.base import Engine, MemoryOf
+from fedx_pl.engines.options import EngineOptions
 from fedx_pl.federation.round import RoundContext, Update
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from fedx_pl.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
-    """Where clients train; nothing here changes what is computed."""
+    """Options of where clients train; they do not change results."""
 
     name: str = option("serial", "serial | ray (short: engine=ray)")
     workers: int = option(

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from fedx_pl.engines.base import Engine, EngineOptions, MemoryOf
+from fedx_pl.engines.base import Engine, MemoryOf
+from fedx_pl.engines.options import EngineOptions
 from fedx_pl.engines.worker import EMPTY, Worker, Workload, pack, split_name
 from fedx_pl.errors import UserError, install_hint
 from fedx_pl.federation.round import Lost, RoundContext, Update
@@ -85,10 +86,14 @@ class RayEngine(Engine):
             self.trainer.note(f"starting Ray ({sizes}), about 15 s")
             tensors = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
             ray.init(
-                address="local", num_cpus=sizes.workers, num_gpus=gpus, include_dashboard=False,
+                address="local",
+                num_cpus=sizes.workers,
+                num_gpus=gpus,
+                include_dashboard=False,
                 object_store_memory=max(256 << 20, 4 * (sizes.workers + 2) * tensors),
-                _node_ip_address="127.0.0.1", **common,
-            )  # fmt: skip
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
             return sizes
         try:
             host, _, port = address.rpartition(":")
@@ -246,7 +251,7 @@ class RayEngine(Engine):
 
 
 class Sizes(NamedTuple):
-    """How many workers, and what each of them gets."""
+    """The number of workers, and the resources of each."""
 
     workers: int
     gpus: float
@@ -272,7 +277,10 @@ class Sizes(NamedTuple):
         room = int(gpus / share) if share > 1 else gpus * int(1 / share + 1e-9) if share else cores
         workers = min(options.workers or max(room, 1), clients)
         if share and workers > room:
-            advice = f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and {workers} workers"
+            advice = (
+                f"a smaller share, or fewer {{workers}}: there are {gpus} GPUs and "
+                f"{workers} workers"
+            )
             raise OptionError("gpus_per_worker", share, advice=advice, owner=EngineOptions)
         return cls(workers, share, threads or max(1, cores // workers))
 

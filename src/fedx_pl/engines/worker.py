@@ -1,4 +1,4 @@
-"""What runs in a worker's process, and how states travel to it and back."""
+"""The process of a worker, and how states travel to it and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EMPTY = GlobalState(weights={})
 
 
 class Workload(NamedTuple):
-    """What a worker trains with."""
+    """The objects that a worker trains with."""
 
     model: SSLMethod
     data: FederatedDataModule
@@ -63,16 +63,18 @@ class Workload(NamedTuple):
 
         where = self.model.device
         try:
-            return cloudpickle.dumps(self._replace(model=self.model.cpu()))
+            content: bytes = cloudpickle.dumps(self._replace(model=self.model.cpu()))
+            return content
         finally:
             self.model.to(where)
 
     @classmethod
     def unpacked(cls, content: bytes) -> Workload:
-        """Reverses `packed`."""
+        """Unpacks the bytes that `packed` made."""
         from ray import cloudpickle
 
-        return cloudpickle.loads(content)
+        workload: Workload = cloudpickle.loads(content)
+        return workload
 
 
 class Answer(NamedTuple):
@@ -91,7 +93,7 @@ class Answer(NamedTuple):
 
 
 class Worker:
-    """What runs in a worker's process."""
+    """The actor that trains clients in a worker's process."""
 
     def start(self, work: bytes, folder: str, paths: Sequence[str]) -> tuple[str, str, str]:
         """Loads images and model.
@@ -185,7 +187,10 @@ def pack(state: State) -> Packed:
 
 
 def unpack(state: Packed, device: torch.device = CPU) -> State:
-    """Reverses `pack`. What came through the object store is shared and must not be changed."""
+    """Restores the tensors that `pack` packed.
+
+    What came through the object store is shared and must not be changed.
+    """
     unpacked = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*NumPy array is not writable.*")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedx_pl.errors import Report
-    from fedx_pl.evaluation.evaluate import EvaluationOptions
+    from fedx_pl.evaluation.options import EvaluationOptions
     from fedx_pl.evaluation.scores import Scores
     from fedx_pl.trainer import FederatedTrainer
 

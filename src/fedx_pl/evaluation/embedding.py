@@ -46,7 +46,8 @@ class Geometry(Evaluation):
         angles = self._local_angles(trainer, images, z, report=report, tick=tick)
         results |= {"clients": len(angles), "local_global_mean": angles.mean().item()}
         if test is not None and test.labels is not None:
-            labels, names = torch.from_numpy(test.labels).to(z.device), data.classes
+            labels = torch.from_numpy(test.labels).to(z.device)
+            names = data.classes
             there = [
                 label for label in range(len(names)) if len(angles) and (labels == label).any()
             ]
@@ -107,7 +108,7 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
     number = trainer.current_round
     try:
         trainer.memory_of(client)
-    except UserError as error:  # It speaks of going on, which nobody wants to here.
+    except UserError as error:  # It speaks of resuming, which is not wanted here.
         kept = trainer.checkpoints.rounds()
         others = ", ".join(str(other) for other in kept if other != number)
         instead = f"type --round with one of {others}" if others else "no other round was kept"
@@ -120,7 +121,8 @@ def _require_memory(trainer: FederatedTrainer, client: int) -> None:
 
 def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
     generator = torch.Generator(trainer.device).manual_seed(derive(trainer.seed, "views"))
-    some, augment = _some(trainer, images, VIEWED), trainer.datamodule.augment
+    some = _some(trainer, images, VIEWED)
+    augment = trainer.datamodule.augment
     first, second = (
         embed(trainer, some, lambda batch: augment(batch, generator)) for _ in range(2)
     )
@@ -128,4 +130,6 @@ def _alignment(trainer: FederatedTrainer, images: np.ndarray) -> float:
 
 
 def _some(trainer: FederatedTrainer, images: np.ndarray, most: int) -> np.ndarray:
-    return images[drawn_rows(len(images), most, derive(trainer.seed, "geometry images"))]
+    rows = drawn_rows(len(images), most, derive(trainer.seed, "geometry images"))
+    some: np.ndarray = images[rows]
+    return some

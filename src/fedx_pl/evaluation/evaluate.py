@@ -106,7 +106,8 @@ class Evaluator:
         assert self.data.test is not None
         train_x, train_y = self._features(model, device, self.labeled)
         test_x, test_y = self._features(model, device, self.data.test)
-        sets, classes = (train_x, train_y, test_x, test_y), len(self.data.classes)
+        sets = (train_x, train_y, test_x, test_y)
+        classes = len(self.data.classes)
         found: dict[str, Scores] = {}
         if knn:
             found["knn"] = knn_scores(*sets, k=self.options.knn_k, classes=classes)
@@ -130,7 +131,8 @@ class Evaluator:
         return drawn_rows(len(self.data.train.images), _UNLABELED, derive(self.seed, "health"))
 
     def _sampled(self, model: SSLMethod, device: torch.device) -> Tensor:
-        network, images = model.backbone.to(device), self.data.train.images
+        network = model.backbone.to(device)
+        images = self.data.train.images
         # A part at a time: so many large images may be more than memory holds.
         parts = (self._sample[start : start + 500] for start in range(0, len(self._sample), 500))
         return torch.cat([extract(network, images[rows], self.prepare) for rows in parts])

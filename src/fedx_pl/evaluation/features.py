@@ -68,7 +68,7 @@ def measurable(
     """The labeled part of both sets on one device, or ``None`` if there is nothing to measure.
 
     Non-finite features and sets without labels warn instead of raising: a collapsed run, or one on
-    unlabeled images, has no accuracy, but its training goes on.
+    unlabeled images, has no accuracy, but its training continues.
 
     Args:
         train_x: (N, D) features.

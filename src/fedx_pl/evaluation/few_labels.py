@@ -21,11 +21,9 @@ class FewLabels(Evaluation):
         self, trainer: FederatedTrainer, report: Report = print, tick: Tick | None = None
     ) -> dict[str, Any]:
         """Measures the accuracy by share, in percent."""
-        data, options, labeled = (
-            trainer.datamodule.images,
-            self.options.semi,
-            trainer.evaluator.labeled,
-        )
+        data = trainer.datamodule.images
+        options = self.options.semi
+        labeled = trainer.evaluator.labeled
         augment = trainer.datamodule.augment
         labels = labeled.labels
         assert labels is not None
@@ -39,9 +37,16 @@ class FewLabels(Evaluation):
         found = {}
         for fraction, rows in zip(options.fractions, subsets, strict=True):
             network = finetune.fine_tune(
-                trainer.model.backbone, store, rows, labels=labels[rows], augment=augment,
-                classes=len(data.classes), options=options, seed=seed, tick=advance,
-            )  # fmt: skip
+                trainer.model.backbone,
+                store,
+                rows,
+                labels=labels[rows],
+                augment=augment,
+                classes=len(data.classes),
+                options=options,
+                seed=seed,
+                tick=advance,
+            )
             score = finetune.scores(network, data.test, augment.plain)
             found[f"{fraction:g}"] = {
                 "labels": len(rows),

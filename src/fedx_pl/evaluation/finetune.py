@@ -82,10 +82,8 @@ def fine_tune(
         The fine-tuned network, (n, C, h, w) -> (n, classes).
     """
     device = store.device
-    index, targets = (
-        torch.from_numpy(rows).to(store.index_device),
-        torch.from_numpy(labels).to(device),
-    )
+    index = torch.from_numpy(rows).to(store.index_device)
+    targets = torch.from_numpy(labels).to(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derive(seed, "classifier"))  # for dropout as well
         classifier = nn.Linear(int(backbone.feature_dim), classes)  # type: ignore[arg-type]

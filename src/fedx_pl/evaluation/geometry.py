@@ -113,7 +113,8 @@ def rankme(features: Tensor) -> float:
     eigenvalues = torch.linalg.eigvalsh(features.T @ features)
     singular = eigenvalues.clamp(min=0).sqrt()[-min(features.shape) :]  # in ascending order
     p = singular / singular.sum().clamp(min=_RANKME_EPS) + _RANKME_EPS
-    return (-(p * p.log()).sum()).exp().item()
+    entropy = -(p * p.log()).sum()
+    return float(entropy.exp())
 
 
 def health(features: Tensor) -> dict[str, float]:

@@ -7,14 +7,14 @@ from fedx_pl.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions(Options):
-    """How the linear probe is trained; the defaults are those of the FedX authors."""
+    """Options of the linear probe; the defaults are those of the FedX authors."""
 
     preset: str = option(
         "fedx",
         "whose values the others start from: fedx | fedema; keys of your own win",
         choices=("fedx", "fedema"),
     )
-    epochs: int = option(100, "passes over the labelled train features", at_least=1)
+    epochs: int = option(100, "passes over the labeled train features", at_least=1)
     lr: float = option(1e-3, "learning rate of Adam", above=0)
     weight_decay: float = option(1e-6, "L2 penalty inside Adam's gradient (not AdamW)", at_least=0)
     batch_size: int = option(64, "features per step", at_least=1)
@@ -33,24 +33,24 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SemiOptions(Options):
-    """How the network is fine-tuned on few labels; most defaults are the paper's."""
+    """Options of fine-tuning on few labels; most defaults are the paper's."""
 
     fractions: list[float] = option(
         [0.01, 0.05, 0.1], "shares of the training labels, one result each", above=0, at_most=1
     )
-    epochs: int = option(100, "passes over the labelled images", at_least=1)
+    epochs: int = option(100, "passes over the labeled images", at_least=1)
     lr: float = option(1e-3, "learning rate of SGD", above=0)
     momentum: float = option(0.9, "SGD momentum", at_least=0, below=1)
     batch_size: int = option(64, "images per step", at_least=1)
 
     def steps(self, images: int) -> int:
-        """Optimiser steps on so many labelled images."""
+        """The number of optimizer steps on so many labeled images."""
         return self.epochs * -(-images // self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(Options):
-    """How often and how the encoder is measured."""
+    """Options of the evaluation of the encoder."""
 
     labels: str = option(
         "all",
@@ -58,7 +58,7 @@ class EvaluationOptions(Options):
         choices=("all", "limit"),
     )
     knn_every: int = option(1, "rounds between kNN evaluations", at_least=1)
-    knn_k: int = option(200, "neighbours that vote", at_least=1)
+    knn_k: int = option(200, "neighbors that vote", at_least=1)
     linear_every: int = option(
         10, "rounds between linear probes; the last round always has one", at_least=1
     )

@@ -14,9 +14,8 @@ class Scores:
     top1: float = math.nan
     top5: float = math.nan
     per_class: tuple[float, ...] = ()  # top-1 of each class's images; nan for a class without any
-    confusion: tuple[
-        tuple[int, ...], ...
-    ] = ()  # images, by true class (rows) and by predicted class (columns)
+    # numbers of images, by true class (rows) and by predicted class (columns)
+    confusion: tuple[tuple[int, ...], ...] = ()
 
 
 def score(outputs: Tensor, labels: Tensor, classes: int) -> Scores:

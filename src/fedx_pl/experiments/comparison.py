@@ -36,7 +36,7 @@ class Spread:
 
     @property
     def n(self) -> int:
-        """How many numbers there are."""
+        """The number of values."""
         return len(self.values)
 
     @property
@@ -82,7 +82,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Spread
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """By how much a label of the last axis exceeds the baseline, in one group, by one measure."""
+    """The gain of a label of the last axis over the baseline, in one group, by one measure."""
 
     group: Labels
     label: str
@@ -161,7 +161,7 @@ def compare(
 
 
 def _count(rows: Sequence[Gain], baseline: str) -> dict[str, Any]:
-    """How many rows of one label gain, by verdict, and which have more seeds than most."""
+    """Counts the rows of one label by verdict, and names those with more seeds than most."""
     verdicts = Counter(row.differences.verdict for row in rows)
     names = {ABOVE: ABOVE, WITHIN: "within it", BELOW: "lower beyond it"}
     if verdicts[ONE_SEED]:

@@ -46,7 +46,7 @@ _PLACES = ("run.", "data.root=", "data.cache=", "data.download=", "data.workers=
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One table or figure."""
+    """The definition of one table or figure."""
 
     name: str
     title: str

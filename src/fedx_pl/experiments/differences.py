@@ -1,4 +1,4 @@
-"""In which settings the runs of a report differ from the paper."""
+"""The settings in which the runs of a report differ from the paper."""
 
 import os
 from collections import defaultdict
@@ -24,7 +24,7 @@ _NAMES = ("name", "profile", "seed", "fedca.base")  # which run it is, not how i
 def differences(
     shown: Sequence[Runs], paper: Paper, definitions: Path, out: Path
 ) -> dict[str, Any]:
-    """What the report says of the differences: the keys that differ, and what no key says.
+    """The section on differences: keys with other values, and differences without a key.
 
     Args:
         shown: the experiments that have results.
@@ -87,7 +87,7 @@ def _configurations(shown: Sequence[Runs], paper: Paper) -> list[_Compared]:
 
 
 def _usual(config: Config) -> Config:
-    """What the paper does with a data set and a method."""
+    """The paper's settings for a data set and a method."""
     mixins = [f"{name}={setting(getattr(config, name).enabled)}" for name in MIXINS]
     chosen = [f"data={config.data.name}", f"method={config.method.name}", f"seed={config.seed}"]
     return compose(["profile=paper", *chosen, *mixins])
@@ -141,7 +141,7 @@ def _guide(definitions: Path, out: Path) -> Markup:
 
 
 def _fedu(shown: Sequence[Runs]) -> dict[str, int]:
-    """In how many rounds FedU was more than BYOL."""
+    """Counts the rounds in which FedU differed from BYOL."""
     results = {result.hash: result for runs in shown for result in runs.results()}
     pairs = [
         (number(row.get("divergence")), number(result.config.get("method.mu")))

@@ -83,7 +83,7 @@ class Job:
         return 0
 
     def stage(self) -> str:
-        """What its process is doing."""
+        """The current stage of its process."""
         if self.command and self.command[0] == "evaluate":
             return f"evaluating {self.command[2]}"
         return f"{self.rounds_done()}/{self.config.federation.rounds}"
@@ -115,7 +115,7 @@ class Job:
         return record.hash if record else ""
 
     def next_command(self) -> list[str] | None:
-        """What is left to do for this run, as arguments of ``fedx-pl``; None if it is finished."""
+        """The next command for this run, as arguments of ``fedx-pl``; None if it is finished."""
         if not self.trained():
             return ["train", *self.overrides, "--yes"]  # Nobody is there to be asked.
         left = [

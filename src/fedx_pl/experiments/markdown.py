@@ -60,7 +60,7 @@ def code(value: object) -> Markup:
 
 
 def strong(value: object) -> Markup:
-    """Bold text."""
+    """Formats text as bold."""
     return Markup(f"**{text(value).strip()}**")
 
 

@@ -111,7 +111,7 @@ def _split(matched: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
 
 
 def _summary(used: Sequence[Result]) -> dict[str, Any]:
-    """What the report says of all runs together."""
+    """The summary of all runs."""
 
     def values(key: str) -> str:
         return extent({result.config[key] for result in used}) if used else ""
@@ -142,13 +142,14 @@ def _accuracy_gains(
     title: str, runs: Runs, paper: Paper, labels: Sequence[str] = ()
 ) -> Gains | None:
     def printed(cell: Labels, _: str) -> float | None:
-        return (paper.numbers(runs, cell) or [None])[0]
+        first: float | None = (paper.numbers(runs, cell) or [None])[0]
+        return first
 
     return compare(title, runs, {"last": Result.last}, printed, labels=labels)
 
 
 def _section(runs: Runs, paper: Paper, pictures: dict[str, bytes]) -> dict[str, Any]:
-    """What the report shows of one experiment.
+    """The section of one experiment.
 
     Args:
         runs: the results of the experiment.
@@ -268,7 +269,7 @@ def _seeds_differ(runs: Runs) -> bool:
 
 
 def _coverage(runs: Runs) -> dict[str, Any]:
-    """What was run of an experiment, and what was not."""
+    """Describes which runs of an experiment are finished and which are missing."""
     counts = [len(results) for results in runs.by_cell.values()]
     return {
         "run": len(runs.by_cell),

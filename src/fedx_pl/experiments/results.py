@@ -47,7 +47,7 @@ class Result:
     @property
     def few_labels(self) -> bool:
         """Whether the probe and kNN saw a subset of the labels (``evaluation.labels=limit``)."""
-        return self.config[LABELS] == "limit" and self.config["data.limit"] > 0
+        return bool(self.config[LABELS] == "limit" and self.config["data.limit"] > 0)
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:

@@ -104,7 +104,7 @@ class Sweep:
         return statistics.median(seconds) * self.rounds_left() / self.workers if seconds else None
 
     def _now(self) -> str:
-        """What runs now."""
+        """Describes the jobs that run now."""
         if not self.running:
             locked = [job.title for job in self.waiting if is_locked(job.folder)]
             if locked:

@@ -1,4 +1,4 @@
-"""How clients' weights become the new global weights.
+"""Aggregation: clients' weights become the new global weights.
 
 `FedAvg` trusts every well-formed update. `robust.py` has rules for federations where a client may
 lie.
@@ -271,7 +271,7 @@ def _add_to(sums: Sequence[Tensor], tensors: Sequence[Tensor], weight: int) -> N
 
 
 def counted(images: Mapping[int, int], max_share: float) -> dict[int, int]:
-    """How many images each client counts for, if none may have more than a share of all.
+    """The number of images that each client counts for, if its share is limited.
 
     Clients that claim too many count for one number, the largest that obeys. If there are so few
     clients that each has more than its share, all count alike.

@@ -1,4 +1,4 @@
-"""What callbacks, engines and evaluations may use of a trainer that has a model and images."""
+"""The view of a trainer with model and images for callbacks, engines and evaluations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from fedx_pl.seeding import derive
 if TYPE_CHECKING:
     from fedx_pl.data.batches import ClientData
     from fedx_pl.data.module import FederatedDataModule
-    from fedx_pl.evaluation.evaluate import EvaluationOptions, Evaluator
+    from fedx_pl.evaluation.evaluate import Evaluator
+    from fedx_pl.evaluation.options import EvaluationOptions
     from fedx_pl.federation.identity import Identity
-    from fedx_pl.federation.privacy import PrivacyOptions
+    from fedx_pl.federation.options import PrivacyOptions
     from fedx_pl.federation.regularizers import Regularizer
     from fedx_pl.methods.base import SSLMethod
 
@@ -91,7 +92,7 @@ class Attached:
 
     @property
     def num_sampled(self) -> int:
-        """How many clients train in a round."""
+        """The number of clients that train in a round."""
         clients = self.datamodule.num_clients
         sampled = self.clients_per_round
         # `round` would turn half of 5 into 2.
@@ -204,7 +205,7 @@ class Attached:
 
     def name_of(self, client: int) -> str:
         """A client's name in messages."""
-        return self.workplace.name_of(client)
+        return str(self.workplace.name_of(client))
 
     def note(self, text: str) -> None:
         """Shows a note to the user; within a round, the round's record keeps it."""

@@ -1,4 +1,4 @@
-"""What a run leaves on disk so that it can be resumed.
+"""Checkpoints, from which a run can be resumed.
 
     RUN/checkpoints/round_00012/                   a record of `files.store`, after round 12:
         global.safetensors                         the global state state.json

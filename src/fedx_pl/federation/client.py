@@ -1,4 +1,4 @@
-"""One client, one round: take the global state, fit, return an update."""
+"""One round of one client: it takes the global state, fits, and returns an update."""
 
 import logging
 import signal
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fedx_pl.data.batches import ClientData, LocalEpochs
 from fedx_pl.errors import UserError
 from fedx_pl.federation.device import resolve_precision
-from fedx_pl.federation.privacy import PrivacyOptions, protect
+from fedx_pl.federation.options import PrivacyOptions
+from fedx_pl.federation.privacy import protect
 from fedx_pl.federation.regularizers import Regularizer
 from fedx_pl.federation.round import (
     ClientMemory,
@@ -205,7 +206,8 @@ def batchnorm_statistics(model: SSLMethod) -> State:
 
 def _metric(name: str, value: Any) -> float:
     try:
-        return number_of(value)
+        number: float = number_of(value)
+        return number
     except TypeError as error:
         raise UserError(
             f"round_metrics() has {name!r}: {value!r}, which is not one number; return e.g. its "

@@ -33,7 +33,7 @@ def collect(
     record.bytes_down = size_of(trainer.global_state.tensors()) * len(record.clients)
     for update, client_record in trainer.unfinished.load(record.number):
         if trainer.datamodule.clients and update.client not in record.clients:
-            continue  # Of no client here. Real sites are known to the engine only.
+            continue  # It is of no client here. Only the engine knows real sites.
         update = replace(update, state=update.state.to(trainer.device))
         bytes_before = record.bytes_up
         try:
@@ -91,7 +91,7 @@ def next_state(
     """The next global state: the aggregated weights, and the regularizer's next server tensors."""
     started = time.perf_counter()
     owned = dict(enumerate(map(len, trainer.datamodule.clients)))
-    if not owned:  # Of real sites, only those that have trained are known.
+    if not owned:  # Only real sites that have trained are known.
         seen = (trainer.state.clients | saved).items()
         owned = {client: memory.images for client, memory in seen if memory.images}
     images = counted(owned, trainer.aggregate.max_share)

@@ -1,4 +1,4 @@
-"""What decides the result of a run, among all keys of its configuration."""
+"""The keys of a configuration that decide the result of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path

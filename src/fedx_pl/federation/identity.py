@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from fedx_pl import backbones
-from fedx_pl.backbone_options import BACKBONES
+from fedx_pl.backbone_options import BACKBONES, BackboneOptions
 from fedx_pl.data.partition import PARTITIONS
 from fedx_pl.errors import UserError
 from fedx_pl.federation.content import decisive, flat
@@ -47,7 +47,7 @@ PYTHON = "python"  # the profile and the recipe of a run that was made from obje
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """How a run is described in its folder, and in messages to its user."""
+    """The description of a run in its folder and in messages to its user."""
 
     name: str
     seed: int
@@ -66,17 +66,17 @@ class Identity:
 
     @property
     def write(self) -> str:
-        """What the user does to change a setting."""
+        """The verb for changing a setting."""
         return "type" if self.typed else "write"
 
     def another(self, by_hand: bool = True) -> str:
-        """What to change for a new run."""
+        """The setting to change for a new run."""
         if not self.typed:
             return 'default_root_dir="ANOTHER"'
         return "run.dir=ANOTHER" if by_hand else "name=ANOTHER"
 
     def forking(self, folder: Path) -> str:
-        """What to add for a run that starts from the weights of another."""
+        """The setting to add for a run that starts from the weights of another."""
         return f"--fork {folder}" if self.typed else f'fork="{folder}"'
 
     def together(self, *changes: str) -> str:
@@ -237,9 +237,9 @@ def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule
     trained = model.backbone
     settings = identity.content
     if settings["backbone.name"] in BACKBONES:
-        fields = [field.name for field in dataclasses.fields(backbones.BackboneOptions)]
+        fields = [field.name for field in dataclasses.fields(BackboneOptions)]
         values = {name: settings[f"backbone.{name}"] for name in fields}
-        options = backbones.BackboneOptions(**values)
+        options = BackboneOptions(**values)
         with torch.random.fork_rng(devices=[]):
             given = backbones.build(options, channels=data.channels, image_size=data.image_size)
         if type(trained) is type(given) and repr(trained) == repr(given):
@@ -249,7 +249,7 @@ def own_backbone(identity: Identity, model: SSLMethod, data: FederatedDataModule
 
 def _tree(trainer: FederatedTrainer, model: SSLMethod, data: FederatedDataModule) -> dict[str, Any]:
     name = _word(plain_method(type(model)), BUILT_IN)
-    backbone = getattr(model.backbone, "options", None) or backbones.BackboneOptions(
+    backbone = getattr(model.backbone, "options", None) or BackboneOptions(
         name=_path(type(model.backbone))
     )
     mixins: dict[str, Any] = {word: {"enabled": False} for word in MIXINS}

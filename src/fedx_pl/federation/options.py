@@ -36,7 +36,7 @@ REGULARIZERS: "Parts[type[Regularizer]]" = Parts(
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateOptions(Options):
-    """How far the server trusts an update; docs/robustness.md describes each rule."""
+    """Options of aggregation; docs/robustness.md describes each rule."""
 
     rule: str = option("mean", "mean | clip | median | trimmed | krum (short: aggregate=clip)")
     clip: float = option(
@@ -81,7 +81,7 @@ class AggregateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyOptions(Options):
-    """How much of a client may show in its update; off by default."""
+    """Options of differential privacy; off by default."""
 
     clip: float = option(
         0.0, "C, largest L2 norm of a client's update; 0: any", example=1.0, at_least=0
@@ -109,7 +109,7 @@ class PrivacyOptions(Options):
             )
 
     def require_accountant(self) -> None:
-        """Raises an `OptionError` if there is noise, and the extra that accounts for it is missing."""
+        """Raises an `OptionError` if noise is on and the extra that accounts for it is missing."""
         if self.noise and importlib.util.find_spec("dp_accounting") is None:
             problem = f"needs dp-accounting; type {install_hint('privacy')}"
             raise OptionError("noise", self.noise, problem, owner=PrivacyOptions)

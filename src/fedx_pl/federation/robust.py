@@ -83,7 +83,7 @@ class _Holding(Aggregator):
 
 
 class TrimmedMean(_Holding):
-    """For each value, the clients' mean without the k largest and the k smallest.
+    """Averages each value over clients, without the k largest and the k smallest.
 
     k is the share `trim` of the clients, rounded up: a tenth of five clients is one. At least one
     value is left. All clients have the same weight, whatever number of images they claim to own.
@@ -123,7 +123,7 @@ class TrimmedMean(_Holding):
 
 
 class Median(TrimmedMean):
-    """For each value, the clients' median."""
+    """Takes the median of each value over clients."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class NormClipping(_Holding):
         result: State = {}
         for kind, names in self._kinds().items():
             norms = [self._norm(held.state, names) for held in updates]
-            # Of two clients the smaller norm, since one may be the attacker.
+            # With two clients, the smaller norm counts, since one may be the attacker.
             bound = self.clip * statistics.median_low(norms)
             clipped = []
             for held, norm in zip(updates, norms, strict=True):

@@ -23,7 +23,7 @@ _LOSS_SCALE = "scale/"
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalState:
-    """What the server sends, and what it makes of the clients' updates.
+    """The state that the server sends, and aggregates from the clients' updates.
 
     An update has the same two parts: the client's weights, and what its regularizer sends.
     """
@@ -45,14 +45,14 @@ class GlobalState:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "GlobalState":
-        """Reverses `tensors`."""
+        """Restores an object from the dictionary that `tensors` made."""
         weights, (server,) = _split(tensors, _SERVER)
         return cls(weights=weights, server=server)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """What is the same for every client of a round."""
+    """The values that all clients of a round share."""
 
     round: int  # 1-based
     rounds: int
@@ -64,7 +64,7 @@ class RoundContext:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMemory:
-    """What a client keeps between rounds, when it last trained and for how long."""
+    """The memory of a client between rounds, with when it last trained and for how long."""
 
     private: State = field(default_factory=dict)  # the method's private tensors
     batchnorm: State = field(default_factory=dict)  # statistics, under `batchnorm=local`
@@ -87,7 +87,7 @@ class ClientMemory:
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], *, last_round: int = 0, steps: int = 0, epochs: int = 0
     ) -> "ClientMemory":
-        """Reverses `tensors`."""
+        """Restores an object from the dictionary that `tensors` made."""
         private, others = _split(tensors, _BATCHNORM, _REGULARIZER, _LOSS_SCALE)
         batchnorm, regularizer, loss_scale = others
         return cls(
@@ -107,7 +107,7 @@ class ClientMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a client returns; all of it goes to the server, except ``memory``."""
+    """The result of a client's round; all of it goes to the server, except ``memory``."""
 
     client: int
     num_images: int

@@ -109,7 +109,7 @@ def read_run(folder: Path, round_number: int | None = None) -> Checkpoint:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What the files beside the checkpoints say, for each checkpoint to keep."""
+    """Summarizes the files beside the checkpoints; each checkpoint keeps the summary."""
     return {
         "config.yaml": _settings(folder / "config.yaml"),
         "split.json": _sum_of(folder / "split.json", "fingerprint", "clients"),
@@ -356,7 +356,7 @@ def _refuse_other_run(trainer: FederatedTrainer, code: Record) -> None:
 
 
 def _refuse_other_images(trainer: FederatedTrainer) -> None:
-    """Keys may be the same and images different: a folder that has grown, an edited split file."""
+    """Refuses other images under the same keys: a folder that has grown, an edited split file."""
     images = trainer.datamodule.images
     clients = trainer.datamodule.clients
     file = trainer.folder / "split.json"
@@ -376,7 +376,7 @@ def _refuse_other_images(trainer: FederatedTrainer) -> None:
 
 
 def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
-    """The same command may run a method that was edited since."""
+    """Refuses a method that was edited since the run was trained."""
     folder = trainer.folder
     identity = trainer.description
     before = foreign_code.read_record(folder)
@@ -396,8 +396,8 @@ def _refuse_other_code(trainer: FederatedTrainer, code: Record) -> None:
     fork = _elsewhere(trainer, identity.forking(folder))
     another = identity.another(_named_by_hand(trainer))
     raise UserError(
-        f"{folder} {what}; {identity.write} {another} for a new run, {fork} for a new run from its weights, or "
-        f"delete {folder}"
+        f"{folder} {what}; {identity.write} {another} for a new run, {fork} for a new run from its "
+        f"weights, or delete {folder}"
     )
 
 
@@ -408,6 +408,7 @@ def _refuse_other_settings(trainer: FederatedTrainer, before: dict[str, Any]) ->
         changes = _changes(before, identity.content, differing, spelled=identity.setting)
         fork = identity.together(identity.another(), identity.forking(folder))
         raise UserError(
-            f"{folder} holds a run of another config ({changes}); {identity.write} {identity.another()}, use "
-            f"the same values, or start a new run from its weights: {fork}"
+            f"{folder} holds a run of another config ({changes}); {identity.write} "
+            f"{identity.another()}, use the same values, or start a new run from its weights: "
+            f"{fork}"
         )

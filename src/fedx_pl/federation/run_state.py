@@ -13,9 +13,21 @@ DAMAGED = (
 )
 # Columns of metrics.csv that are used again. A user's callbacks may add others.
 _NUMBERS = (
-    *("loss", "knn_top1", "linear_top1", "linear_top5", "clients", "dropped"),
-    *("images_per_second", "train_seconds", "round_seconds", "data_seconds", "step_seconds"),
-    *("aggregate_seconds", "evaluate_seconds", "bytes_up", "bytes_down"),
+    "loss",
+    "knn_top1",
+    "linear_top1",
+    "linear_top5",
+    "clients",
+    "dropped",
+    "images_per_second",
+    "train_seconds",
+    "round_seconds",
+    "data_seconds",
+    "step_seconds",
+    "aggregate_seconds",
+    "evaluate_seconds",
+    "bytes_up",
+    "bytes_down",
 )
 _MAX_COUNT = 2**53  # more than any run can count
 
@@ -126,7 +138,8 @@ def real(value: Any) -> float:
     possible = isinstance(value, int | float) and not isinstance(value, bool)
     if not possible or 1e300 < abs(value) < math.inf:
         raise ValueError(f"{str(value)[:40]} is not a number")
-    return value
+    number: float = value
+    return number
 
 
 def _former_callbacks(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -72,7 +72,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(record: Any) -> dict[str, Any]:
-    """Reverses `sealed`.
+    """Returns the content that `sealed` wrapped.
 
     Raises:
         ValueError: the checksum is missing or wrong.
@@ -272,7 +272,8 @@ def lock(folder: Path) -> IO[str]:
                 continue
             file.close()
             raise UserError(
-                f"another process is training in {folder}; wait for it, end it, or use another folder"
+                f"another process is training in {folder}; wait for it, end it, or use another "
+                "folder"
             ) from None
         except OSError as error:  # Some network file systems cannot lock.
             warnings.warn(

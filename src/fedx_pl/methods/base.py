@@ -33,7 +33,7 @@ State = dict[str, Tensor]
 
 
 class Views(NamedTuple):
-    """One training batch of ``n`` images, augmented and normalized on the training device.
+    """A training batch of ``n`` images, augmented and normalized on the training device.
 
     Views are stacked in one tensor, so a forward pass over adjacent views needs no copy.
     """
@@ -118,11 +118,11 @@ class EmaPair(NamedTuple):
 
 
 class LocalData(Protocol):
-    """What a method may ask of the client's own images."""
+    """Access of a method to the client's own images."""
 
     @property
     def num_images(self) -> int:
-        """How many images the client owns."""
+        """The number of images that the client owns."""
 
     @property
     def batch_size(self) -> int:
@@ -132,7 +132,7 @@ class LocalData(Protocol):
         """All images in order, not augmented, normalized, batch by batch."""
 
     def plain_sample(self, size: int) -> Tensor:
-        """At most ``size`` images drawn at random, not augmented, normalized."""
+        """Draws up to ``size`` images at random, normalized and not augmented."""
 
 
 class _UnknownData:
@@ -147,7 +147,7 @@ class _UnknownData:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRound:
-    """Where a client stands when its local training starts."""
+    """The state of a client when its local training starts."""
 
     round: int  # 1-based
     rounds: int
@@ -240,7 +240,7 @@ class SSLMethod(pl.LightningModule):
         return {}
 
     def reserved_images(self, batch_size: int) -> int:
-        """How many images of a step are not in ``B``.
+        """The number of images of a step that are not in ``B``.
 
         They are the relation batch, or left out so that results are comparable.
         """
@@ -254,7 +254,8 @@ class SSLMethod(pl.LightningModule):
         Replace `backbone` or `projector` instead of overriding this method, since `FedXMixin`
         builds its ``F`` from the same two networks.
         """
-        return self.projector(self.backbone(x))
+        z: Tensor = self.projector(self.backbone(x))
+        return z
 
     def embed_views(self, batch: Views) -> Embeddings:
         """Embeds all views in one forward pass, so that they share BatchNorm statistics."""
@@ -326,7 +327,8 @@ class SSLMethod(pl.LightningModule):
             if hasattr(datamodule, "num_clients")
             else _UnknownData()
         )
-        epochs, seed = max(self.trainer.max_epochs or 1, 1), torch.initial_seed() % 2**63
+        epochs = max(self.trainer.max_epochs or 1, 1)
+        seed = torch.initial_seed() % 2**63
         self.start_round(
             LocalRound(
                 round=1, rounds=1, client=0, epochs=epochs, epochs_before=0, seed=seed, data=data
@@ -387,7 +389,8 @@ class SSLMethod(pl.LightningModule):
         """A new SGD optimizer of all trainable parameters."""
         lr = self.optim.lr_at(self.local.round, self.local.rounds)
         trainable = [p for p in self.parameters() if p.requires_grad]
-        momentum, decay = self.optim.momentum, self.optim.weight_decay
+        momentum = self.optim.momentum
+        decay = self.optim.weight_decay
         optimizer = torch.optim.SGD(trainable, lr, momentum, weight_decay=decay, fused=True)
         # The fused kernel takes all momenta or none, and would fail for a head whose gradients
         # begin later than the others'. Starting from zero is what a first step does anyway.
@@ -407,9 +410,10 @@ def mlp(
     """A head as in the paper: Linear, (BatchNorm,) ReLU, Linear, (BatchNorm without weights)."""
     hidden = nn.BatchNorm1d(hidden_dim) if batchnorm else None
     output = nn.BatchNorm1d(out_dim, affine=False) if standardized else None
-    return ProjectionHead(
+    head: nn.Module = ProjectionHead(
         [(in_dim, hidden_dim, hidden, nn.ReLU()), (hidden_dim, out_dim, output, None)]
     )
+    return head
 
 
 @torch.no_grad()

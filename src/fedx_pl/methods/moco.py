@@ -113,5 +113,6 @@ class MoCo(SSLMethod):
         an older key among the ``n - batch`` latest ones.
         """
         super().on_round_start()
-        n, batch = self.local.data.num_images, self.local.data.batch_size
+        n = self.local.data.num_images
+        batch = self.local.data.batch_size
         self.capacity = min(len(self.queue), max(n - batch, n // 2, 1))

@@ -1,4 +1,4 @@
-"""How a method is optimized."""
+"""Options of a method's optimizer."""
 
 import math
 from dataclasses import dataclass

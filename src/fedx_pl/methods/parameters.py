@@ -28,10 +28,12 @@ def hyper_parameters(method: type) -> dict[str, Parameter]:
         init = vars(cls).get("__init__")
         if init is None:
             continue
-        hints, helps = typing.get_type_hints(init), _argument_help(inspect.getdoc(init))
+        hints = typing.get_type_hints(init)
+        helps = _argument_help(inspect.getdoc(init))
         parameters = inspect.signature(init).parameters.values()
         for parameter in parameters:
-            name, default = parameter.name, parameter.default
+            name = parameter.name
+            default = parameter.default
             if isinstance(default, _PLAIN):
                 hint = _plain_type(hints.get(name, Any))
                 found.setdefault(name, Parameter(hint, default, helps.get(name, "")))
@@ -42,7 +44,7 @@ def hyper_parameters(method: type) -> dict[str, Parameter]:
 
 @cache
 def declared_parameters(path: str) -> dict[str, Parameter]:
-    """What `hyper_parameters` would find for a method of ours, read from its source.
+    """The hyper-parameters of a built-in method, read from its source without importing it.
 
     Importing the method would import torch and Lightning, which takes seconds; a typo in a key
     should be answered at once.

@@ -1,4 +1,4 @@
-"""What can be added to any method: FedX, and the paper's rivals of the same kind."""
+"""Mixins for any method: FedX, and the paper's rivals of the same kind."""
 
 from typing import TYPE_CHECKING
 

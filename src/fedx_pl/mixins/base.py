@@ -16,7 +16,8 @@ class Mixin(SSLMethod):
         last = max((i for i in with_loss if issubclass(order[i], Mixin)), default=0)
         early = [i for i in with_loss if 0 < i < last and not issubclass(order[i], Mixin)]
         if early:
-            mixin, method = order[last].__name__, order[early[0]].__name__
+            mixin = order[last].__name__
+            method = order[early[0]].__name__
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
                 f"{mixin} must come first: class {cls.__name__}({mixin}, {method}), not ({bases})"

@@ -96,7 +96,8 @@ class FedXMixin(Mixin):
         """Runs F on the views that a term uses, in one forward pass."""
         if self.fedx.relational and not self.relation_batch:
             return self._see_queue(batch, z)
-        n, none = len(batch.rows), z.first.new_empty(0)
+        n = len(batch.rows)
+        none = z.first.new_empty(0)
         anchors = none if z.relation is None else z.relation
         if not self.now.is_global:
             return Seen(none, anchors, none)

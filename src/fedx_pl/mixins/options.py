@@ -55,7 +55,7 @@ class FedXOptions(Options):
             raise OptionError("warmup", self.warmup, problem, "{warmup}=0", FedXOptions)
 
     def reserved(self, batch_size: int) -> int:
-        """How many images of a step are not in ``B``."""
+        """The number of images of a step that are not in ``B``."""
         return self.relation_size or batch_size // 2
 
     @property

@@ -31,7 +31,8 @@ class Frozen:
         assert self.network is not None, "refresh() makes the copy"
         if self._unfolded is not None:
             self._check(x)
-        return self.network(x)
+        output: Tensor = self.network(x)
+        return output
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
@@ -76,7 +77,8 @@ class Frozen:
 
     def _start(self, network: nn.Module, *, fold: bool) -> None:
         """Takes a copy of the source, and removes foldable BatchNorms if wanted."""
-        self.network, self._folded = network, foldable_pairs(network) if fold else []
+        self.network = network
+        self._folded = foldable_pairs(network) if fold else []
         self._unfolded = copy.deepcopy(network) if self._folded else None
         for layer, norm in self._folded:
             parent, _, child = norm.rpartition(".")
@@ -94,7 +96,8 @@ class Frozen:
         A trace does not show tied weights, weights that are also used elsewhere, or a BatchNorm
         over another axis.
         """
-        unfolded, self._unfolded = self._unfolded, None
+        unfolded = self._unfolded
+        self._unfolded = None
         assert self.network is not None
         assert unfolded is not None
         with torch.autocast(x.device.type, enabled=False):
@@ -129,13 +132,15 @@ def foldable_pairs(network: nn.Module) -> list[tuple[str, str]]:
     except Exception:  # Tracing runs a user's code on proxies of tensors: it may fail in any way.
         return []
     calls = [str(node.target) for node in nodes if node.op == "call_module"]
-    modules, state = dict(network.named_modules()), network.state_dict()
+    modules = dict(network.named_modules())
+    state = network.state_dict()
     pairs = []
     for node in nodes:
         before = node.args[0] if node.op == "call_module" and node.args else None
         if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) != 1:
             continue
-        layer, norm = str(before.target), str(node.target)
+        layer = str(before.target)
+        norm = str(node.target)
         once = calls.count(layer) == calls.count(norm) == 1
         fits = isinstance(modules[layer], _Layer) and isinstance(modules[norm], _BatchNorm)
         # A layer with weight normalization has no `weight` of its own.

@@ -157,7 +157,8 @@ class _Walk:
         if isinstance(thing, ModuleType):
             self._visit_module(thing.__name__)
             return Part(f"module {thing.__name__}")
-        name, label = _module_of(thing), f"{_module_of(thing)}.{thing.__qualname__}"
+        name = _module_of(thing)
+        label = f"{name}.{thing.__qualname__}"
         if not _has_file(name):
             return Part(self._wait(thing, label))
         self._visit_module(name)
@@ -174,7 +175,8 @@ class _Walk:
 
     def _is_opaque(self, kind: type) -> bool:
         """Whether only the class counts: what a library keeps in its objects differs by version."""
-        name, file = str(kind.__module__), file_of(str(kind.__module__))
+        name = str(kind.__module__)
+        file = file_of(name)
         if is_transparent(kind) or _top(name) in self.homes:
             return False
         # Weak references come and go with what else is alive.
@@ -210,14 +212,15 @@ class _Place(NamedTuple):
 def _has_file(name: str) -> bool:
     if file_of(name) is None:
         return name in sys.builtin_module_names
-    return name != "__main__"  # Of a script only what the run uses counts, as of a notebook.
+    return name != "__main__"  # Only what the run uses of a script counts, as for a notebook.
 
 
 def _locate(name: str) -> _Place:
     """Finds a module without importing anything; one that is not there has no file."""
     module = sys.modules.get(name)
     if module is not None:
-        file, path = getattr(module, "__file__", None), getattr(module, "__path__", None)
+        file = getattr(module, "__file__", None)
+        path = getattr(module, "__path__", None)
         return _Place(
             Path(file) if file else None,
             module.__package__ or "",
@@ -231,7 +234,8 @@ def _locate(name: str) -> _Place:
         spec = None
     if spec is None:
         return _Place()
-    file, inner = spec.origin if spec.has_location else None, spec.submodule_search_locations
+    file = spec.origin if spec.has_location else None
+    inner = spec.submodule_search_locations
     return _Place(
         Path(file) if file else None, spec.parent or "", None if inner is None else [*inner]
     )
@@ -287,5 +291,6 @@ def _top(name: str) -> str:
 
 
 def _short(file: Path) -> str:
-    resolved, here = file.resolve(), Path.cwd()
+    resolved = file.resolve()
+    here = Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(resolved)

@@ -1,6 +1,6 @@
 """Whether the code that this process has loaded is still the code in its files.
 
-Python reads a file once. After an edit it goes on with the old code, and a run would be kept under
+Python reads a file once. After an edit it still uses the old code, and a run would be kept under
 the hash of code that did not train it. What was loaded is known from three sides: the files behind
 a method when its class was made, the file of a module when it was first seen here, and the
 functions of a module that was edited before that.
@@ -48,7 +48,7 @@ def require_current(method: type) -> Code:
     """Returns the code of a method, and refuses it if this process runs another.
 
     Raises:
-        UserError: a file was edited after it was imported; Python would go on with the old content.
+        UserError: a file was edited after it was imported; Python would use the old content.
     """
     code = code_of(method)
     loaded = [(name, _loaded(name, now)) for name, now in code.items() if file_of(name)]

@@ -1,1 +1,4 @@
-"""A federation of real sites, over Flower. Only `door`, `link`, `node`, `records` and `superlink` know Flower."""
+"""A federation of real sites, over Flower.
+
+Only `door`, `link`, `node`, `records` and `superlink` import Flower.
+"""

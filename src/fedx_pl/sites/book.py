@@ -1,4 +1,4 @@
-"""Which site is which client of a run."""
+"""The record of which site is which client of a run."""
 
 import json
 import secrets
@@ -21,7 +21,8 @@ class SiteBook:
                 if file.exists()
                 else {"run": secrets.token_hex(8), "sites": []}
             )
-            self.run, self._sites = str(found["run"]), [str(name) for name in found["sites"]]
+            self.run = str(found["run"])
+            self._sites = [str(name) for name in found["sites"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{file} is damaged ({error}), and only it knows the sites; type run.dir=ANOTHER"

@@ -139,7 +139,8 @@ def server_certificate(
 def _builder(
     subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey
 ) -> x509.CertificateBuilder:
-    now, public = datetime.now(UTC), private.public_key()
+    now = datetime.now(UTC)
+    public = private.public_key()
     builder = x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number())
     builder = builder.not_valid_before(now - timedelta(hours=1))
     builder = builder.not_valid_after(now + timedelta(days=365 * YEARS))
@@ -196,7 +197,8 @@ def require_valid(file: Path, instead: str) -> None:
         file: the certificate.
         instead: what to do about it.
     """
-    certificate, now = read_certificate(file), datetime.now(UTC)
+    certificate = read_certificate(file)
+    now = datetime.now(UTC)
     if now > certificate.not_valid_after_utc:
         raise UserError(
             f"{file} has expired on {certificate.not_valid_after_utc:%Y-%m-%d}; {instead}"

@@ -1,7 +1,7 @@
-"""Who may come in at the coordinator's port, and with what.
+"""The door: access control at the coordinator's port.
 
-The door lets nothing through but Fleet requests that a registered site has signed, and only those about messages
-between this site and the coordinator. It looks at the key before it reads the body.
+It passes on only Fleet requests that a registered site has signed, and only those about messages
+between that site and the coordinator. It checks the key before it reads the body.
 """
 
 import asyncio
@@ -27,12 +27,18 @@ CLOCK_SECONDS = 60.0  # that a site's clock may differ
 BODY_SECONDS = 600.0
 SMALL = 2**14
 PART = 5 * 2**20  # Flower cuts what is larger.
-# The calls of our sites, and how many bytes each may send. With keys, nobody registers himself.
+# The calls of our sites, and how many bytes each may send. With keys, no site registers itself.
 CALLS = {
-    "register-node": SMALL, "activate-node": SMALL, "deactivate-node": SMALL, "send-node-heartbeat": SMALL,
-    "pull-messages": SMALL, "pull-object": SMALL, "confirm-message-received": SMALL,
-    "push-messages": 2**20, "push-object": PART + SMALL,
-}  # fmt: skip
+    "register-node": SMALL,
+    "activate-node": SMALL,
+    "deactivate-node": SMALL,
+    "send-node-heartbeat": SMALL,
+    "pull-messages": SMALL,
+    "pull-object": SMALL,
+    "confirm-message-received": SMALL,
+    "push-messages": 2**20,
+    "push-object": PART + SMALL,
+}
 REMEMBERED = 4  # messages to a site that it may still answer; the coordinator waits for two at most
 AT_ONCE = 16  # requests of one site; Flower's client makes four at most
 
@@ -83,7 +89,7 @@ class Ledger:
 
 
 class Door:
-    """ASGI middleware that passes on what a registered site may ask, and refuses everything else."""
+    """ASGI middleware that passes on what a registered site may ask, and refuses the rest."""
 
     def __init__(
         self,
@@ -204,7 +210,10 @@ class Door:
         self._seen[request] = now + 2 * CLOCK_SECONDS
 
     def _require_own(self, call: str, body: bytes) -> None:
-        """Refuses what is not about a message to this site. Flower checks that the node is the caller's."""
+        """Refuses requests that are not about a message to this site.
+
+        Flower checks that the node is the caller's.
+        """
         if call not in ("push-messages", "pull-object", "confirm-message-received"):
             return
         from flwr.proto.fleet_pb2 import PushMessagesRequest
@@ -229,7 +238,8 @@ class Door:
     def _require_answer(self, request: Any, sent: dict[str, Sent]) -> None:
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             raise NotLetIn(400, "a request must hold one answer")
-        about, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+        about = request.messages_list[0].metadata
+        tree = request.message_object_trees[0]
         if about.src_node_id != request.node.node_id:
             raise NotLetIn(403, "a message in the name of another site")
         if (asked := sent.get(about.reply_to_message_id)) is None:
@@ -247,10 +257,12 @@ class Door:
         asked.answer = tree.object_id
 
     def _agrees(self, tree: Any, seen: dict[str, Any]) -> bool:
-        """Whether a part is the same wherever it is named: else a small tree would stand for a huge one.
+        """Whether each part is the same wherever it is named.
+
+        Otherwise a small tree could stand for a huge one.
 
         Args:
-            tree: of an answer, or a part of it.
+            tree: the object tree of an answer, or of a part of it.
             seen: parts of the answer so far, by their identifiers.
         """
         known = self.tree_of(tree.object_id)
@@ -265,7 +277,8 @@ class Noting:
     """ASGI middleware behind the coordinator's socket that notes which messages it sends."""
 
     def __init__(self, app: Any, ledger: Ledger) -> None:
-        self.app, self.ledger = app, ledger
+        self.app = app
+        self.ledger = ledger
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Passes everything on."""
@@ -292,7 +305,8 @@ def sign(path: str, body: bytes, signature_of: Callable[[bytes], bytes]) -> str:
         body: the body of the request.
         signature_of: signs bytes with the site's key.
     """
-    when, nonce = datetime.now(UTC).isoformat(), secrets.token_hex(16)
+    when = datetime.now(UTC).isoformat()
+    nonce = secrets.token_hex(16)
     digest = hashlib.sha256(body).hexdigest()
     signature = base64.b64encode(signature_of(signed_text(path, when, nonce, digest))).decode()
     return f"{when} {nonce} {digest} {signature}"
@@ -305,7 +319,8 @@ def signed_text(path: str, when: str, nonce: str, digest: str) -> bytes:
 
 def _count(tree: Any, most: int) -> int:
     """Counts the nodes of a tree, up to one more than ``most``."""
-    count, left = 0, [tree]
+    count = 0
+    left = [tree]
     while left and count <= most:
         count += 1
         left.extend(left.pop().children)
@@ -326,7 +341,7 @@ def _headers(scope: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 async def _body(receive: Any, most: float = inf) -> bytes:
-    """Reads a body. A chunked one may be longer than its Content-Length, which then means nothing."""
+    """Reads a body, and counts it: a chunked one may be longer than its Content-Length."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):

@@ -1,6 +1,7 @@
-"""The engine whose clients are real sites: each trains on its own images and keeps its private state.
+"""The engine whose clients are real sites, which keep their images and private state.
 
-`fedx-pl federate server` makes this engine; there is no `engine=flower` for `fedx-pl train`, whose images are here.
+`fedx-pl federate server` makes this engine. `fedx-pl train` has no `engine=flower`, since its
+images are on this machine.
 """
 
 import math
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # Flower is not needed to read this module.
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0  # for a site that is gone: one that connects anew is not there for a moment
-MOST_NAMES = 100  # that one site may tell: each becomes a column and a curve
-# What measures can be. Those that may go beyond by rounding are cut off.
+MOST_NAMES = 100  # of a site's metrics: each becomes a column and a curve
+# The possible values of metrics. Values that exceed them by rounding are clipped.
 RANGES = {
     "rankme": (1.0, wire.MAX_NUMBER),
     "uniformity": (-8.0, 0.0),  # -4 of many images, -8 of two
@@ -38,7 +39,8 @@ RANGES = {
     **dict.fromkeys(("lr", "loss_scale", "update_norm"), (0.0, wire.MAX_NUMBER)),
 }
 ROUNDING = 1e-3
-END_SECONDS = 5.0  # for sites to take the last message: one that looks for the coordinator tries every two seconds
+# For sites to fetch the last message; one that looks for the coordinator tries every two seconds.
+END_SECONDS = 5.0
 HELLO_SECONDS = 86400.0  # A site may have to decode its images first.
 
 
@@ -85,22 +87,24 @@ class FlowerEngine(Engine):
             trainer: has no clients of its own; its data module says how many sites there are.
             link: the connection to the sites.
             config: the configuration that sites receive, made by `sites.site.offer`.
-            wait: seconds that the first round waits for all sites, before it starts with `federation.min_clients`.
-            timeout: seconds that a round waits for a site that is there and does not answer.
+            wait: seconds that the first round waits for all sites; after that, it starts with
+                `federation.min_clients`.
+            timeout: seconds that a round waits for a connected site that does not answer.
             leave_encoder: whether sites receive the last weights, to keep.
         """
         super().__init__(trainer)
         self.leave_encoder = leave_encoder
-        self.link, self.offer, self.wait, self.timeout = link, config, wait, timeout
+        self.link = link
+        self.offer = config
+        self.wait = wait
+        self.timeout = timeout
         self.book = SiteBook(trainer.folder / "federation.json")
         self.guests: dict[str, Guest] = {}  # by name
-        self._greeted: dict[
-            tuple[int, str], str
-        ] = {}  # (node, since) -> message; "" once answered or refused
+        # (node, since) -> message; "" once answered or refused
+        self._greeted: dict[tuple[int, str], str] = {}
         self._answered: dict[tuple[int, str], Guest] = {}  # in the order they came
-        self._told: dict[
-            int, set[str]
-        ] = {}  # by client, the names of its losses and metrics beyond the usual ones
+        # by client, the names of its losses and metrics beyond the usual ones
+        self._told: dict[int, set[str]] = {}
         self._started = False
         self.expected = trainer.datamodule.num_clients  # sites that the first round waits for
 
@@ -108,13 +112,14 @@ class FlowerEngine(Engine):
         """The name of a client's site."""
         return f"site {self.book.name_of(client)}"
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- connected sites ------------------------------------------------------------------------
 
     def choose(self, round_number: int, away: Sequence[int] = ()) -> list[int]:
         """Waits for enough sites, and chooses all of them or a sample of `federation.fraction`."""
         least = self.trainer.min_clients
         wanted = least if self._started else max(least, self.expected)
-        give_up, told = time.monotonic() + self.wait, -1
+        give_up = time.monotonic() + self.wait
+        told = -1
         while True:
             self._greet()
             able = sorted(self.guests.keys() - {self.book.name_of(client) for client in away})
@@ -157,10 +162,8 @@ class FlowerEngine(Engine):
                     raise BadMessage(
                         wire.text(reply.content.meta, "error") if reply.content else reply.error
                     )
-                name, images = (
-                    wire.text(reply.content.meta, "site"),
-                    wire.whole(reply.content.meta, "images", 1),
-                )
+                name = wire.text(reply.content.meta, "site")
+                images = wire.whole(reply.content.meta, "images", 1)
                 if online[key].name and online[key].name != name:
                     raise BadMessage(
                         f"its key is that of site {online[key].name}, but it calls itself {name}"
@@ -179,7 +182,8 @@ class FlowerEngine(Engine):
                         f"a second site {name} is here; only the first takes part while it is there"
                     )
                 self._answered[key] = Guest(node=key[0], since=key[1], name=name, images=images)
-        before, self.guests = self.guests, {}
+        before = self.guests
+        self.guests = {}
         for guest in self._answered.values():
             self.guests.setdefault(guest.name, guest)
         for name in sorted(
@@ -187,7 +191,7 @@ class FlowerEngine(Engine):
         ):
             self.trainer.note(f"site {name} is here with {self.guests[name].images:,} images")
 
-    # --- a round ------------------------------------------------------------------------------------------------------
+    # --- a round --------------------------------------------------------------------------------
 
     def run(
         self, context: RoundContext, clients: Sequence[int], memory_of: MemoryOf
@@ -210,7 +214,8 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS if asked else 0)
 
     def _ask(self, context: RoundContext, client: int, memory: ClientMemory | None) -> Asked:
-        before, guest = memory or ClientMemory(), self.guests[self.book.name_of(client)]
+        before = memory or ClientMemory()
+        guest = self.guests[self.book.name_of(client)]
         meta = {
             "run": self.book.run,
             "round": context.round,
@@ -234,10 +239,11 @@ class FlowerEngine(Engine):
         )
 
     def _look_after(self, asked: dict[str, Asked]) -> Iterator[Lost]:
-        """Asks a site again that was away for a moment, and gives up sites that are gone or silent for too long."""
+        """Asks reconnected sites again, and gives up sites that are gone or silent for too long."""
         online = {site.node: site.since for site in self.link.sites()}
         for message, one in list(asked.items()):
-            since, now = online.get(one.guest.node), time.monotonic()
+            since = online.get(one.guest.node)
+            now = time.monotonic()
             if now > one.until:
                 yield self._lose(
                     asked, message, f"no answer within {self.timeout:.0f} s", fault=True
@@ -272,12 +278,12 @@ class FlowerEngine(Engine):
         try:
             if "error" in meta:
                 raise BadMessage(wire.text(meta, "error"))
-            before, epochs = one.memory or ClientMemory(), self.trainer.local_epochs
+            before = one.memory or ClientMemory()
+            epochs = self.trainer.local_epochs
             images = wire.whole(meta, "images", 1)
             seen = wire.whole(meta, "seen", 0, images * epochs)
-            counted = (
-                0 if meta.get("remembered") is False else before.steps
-            )  # It may have to count from 0 again.
+            # A site that lost its private state counts from 0 again.
+            counted = 0 if meta.get("remembered") is False else before.steps
             new_steps = wire.whole(meta, "steps", counted, counted + images * epochs) - counted
             losses = wire.numbers(meta, "losses")
             if "total" not in losses:
@@ -324,7 +330,7 @@ class FlowerEngine(Engine):
             seconds=seconds,
         )
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Tells sites how the federation ended, and closes the link."""
@@ -335,7 +341,10 @@ class FlowerEngine(Engine):
             self.link.close()
 
     def _say_goodbye(self) -> None:
-        """Sends the last message, and waits a little for sites to take it, since it ends with the SuperLink."""
+        """Sends the last message, and waits a little for sites to fetch it.
+
+        It cannot be fetched any more when the SuperLink has ended.
+        """
         trainer = self.trainer
         finished = trainer.should_stop or trainer.current_round >= trainer.max_rounds
         outcome = wire.FINISHED if finished else wire.STOPPED
@@ -345,7 +354,7 @@ class FlowerEngine(Engine):
         content = Content(
             meta, trainer.global_state.tensors() if finished and self.leave_encoder else {}
         )
-        # A site that was away for a moment is worth waiting for if it would otherwise wait for ever.
+        # A site that was away for a moment would otherwise wait forever.
         expected = trainer.datamodule.num_clients if finished else 0
         told: set[tuple[int, str]] = set()
         waiting: list[str] = []
@@ -365,10 +374,11 @@ class FlowerEngine(Engine):
 
 
 def _possible(metrics: dict[str, float]) -> dict[str, float]:
-    """A site's metrics without missing ones; raises `BadMessage` for a value that cannot be measured."""
+    """A site's metrics without NaN; raises `BadMessage` for an impossible value."""
     found = {name: value for name, value in metrics.items() if not math.isnan(value)}
     for name in found.keys() & RANGES.keys():
-        (least, most), value = RANGES[name], found[name]
+        least, most = RANGES[name]
+        value = found[name]
         found[name] = min(max(value, least), most)
         if abs(found[name] - value) > ROUNDING:
             raise BadMessage(f"it tells {name}={value:g}, possible are {least:g} to {most:g}")

@@ -1,4 +1,4 @@
-"""A site's log of tracebacks, which a coordinator that causes faults cannot make grow without end."""
+"""A site's log of tracebacks, bounded in size, since a coordinator may cause faults."""
 
 import time
 import traceback

@@ -1,4 +1,4 @@
-"""Connections to the coordinator's port: how many there may be, and how long one may say nothing."""
+"""Limits on connections to the coordinator's port: their number, and how long one may be silent."""
 
 import errno
 import socket
@@ -38,7 +38,7 @@ class Held(socket.socket):
 
 
 class Guard:
-    """Bounds the number of connections; the one that has waited longest makes room for a new one."""
+    """Bounds the number of connections: a new one replaces the one that has waited longest."""
 
     def __init__(self, most: int = MOST_CONNECTIONS, each: int = MOST_WAITING) -> None:
         """Starts without connections.
@@ -47,7 +47,8 @@ class Guard:
             most: the number of connections in all.
             each: the number of connections of one address that wait for a signed request.
         """
-        self.most, self.each = most, each
+        self.most = most
+        self.each = each
         # By both ends: one caller may use one port of his for several addresses of this machine.
         self._held: dict[tuple[Any, ...], Held] = {}
         self._lock = threading.RLock()
@@ -59,13 +60,14 @@ class Guard:
             same = [one for one in waiting if one.ends[0] == place[0]]
             if len(same) >= self.each or len(self._held) >= self.most:
                 candidates = same if len(same) >= self.each else waiting
-                # Who has sent a signed request before may well send another one.
+                # A caller that has sent a signed request may well send another one.
                 for one in sorted(candidates, key=lambda one: (one.served, one.waiting or 0.0))[:1]:
                     one.cut()
             if len(self._held) >= self.most + BACKLOG:  # Those that were cut are not gone yet.
                 socket.socket.close(held)
                 raise BlockingIOError
-            held.guard, held.waiting = self, time.monotonic()
+            held.guard = self
+            held.waiting = time.monotonic()
             held.ends = _ends(place, held.getsockname())
             self._held[held.ends] = held
 
@@ -76,8 +78,9 @@ class Guard:
                 del self._held[held.ends]
 
     def signed(self, scope: Mapping[str, Any], *, busy: bool) -> None:
-        """Restarts the clock of a connection whose signed request has come, or has been answered."""
-        client, server = scope.get("client"), scope.get("server")
+        """Restarts the clock of a connection when a signed request has come or been answered."""
+        client = scope.get("client")
+        server = scope.get("server")
         if client is None or server is None:
             return
         with self._lock:
@@ -113,7 +116,10 @@ class Listener(socket.socket):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listens for sites, and on 127.0.0.1 for those on this machine, which the certificate always names."""
+    """Listens for sites, and on 127.0.0.1 for sites on this machine.
+
+    The certificate always names that address.
+    """
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     both = place[0] == "::" and socket.has_dualstack_ipv6()
     found = [socket.create_server(place[:2], family=family, dualstack_ipv6=both)]
@@ -131,6 +137,7 @@ def listen_patiently(host: str, port: int) -> list[socket.socket]:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise UserError(
-                    f"--host {host} --port {port} cannot be used ({error}); type another --port, or --host 0.0.0.0"
+                    f"--host {host} --port {port} cannot be used ({error}); type another --port, "
+                    "or --host 0.0.0.0"
                 ) from error
         time.sleep(0.5)

@@ -47,7 +47,7 @@ from fedx_pl.sites.certificates import (
 
 @dataclass(frozen=True, kw_only=True)
 class SiteKeys:
-    """What a site holds."""
+    """The keys and certificates of a site."""
 
     name: str
     server: str  # HOST:PORT
@@ -57,7 +57,7 @@ class SiteKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """What the coordinator holds."""
+    """The keys and certificates of the coordinator."""
 
     ca: Path
     certificate: Path
@@ -68,7 +68,7 @@ class ServerKeys:
 
 
 def make(folder: Path, host: str, port: int, sites: Sequence[str]) -> list[str]:
-    """Makes the CA, the coordinator's certificate and a key for each site; what exists is kept.
+    """Makes the CA, the coordinator's certificate and a key for each site; keeps existing ones.
 
     Args:
         folder: where to put everything.
@@ -163,7 +163,8 @@ def load_site(folder: Path) -> SiteKeys:
     """Reads a site's folder."""
     try:
         about = read_json(folder / "site.json")
-        name, server = str(about["name"]), str(about["server"])
+        name = str(about["name"])
+        server = str(about["server"])
         require_site_name(f"--keys {folder}", name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if meant := _site_folders_near(folder):
@@ -208,7 +209,8 @@ def load_server(folder: Path) -> ServerKeys:
     renew = "type fedx-pl federate keys --sites NAME, with a site that is known: it renews it"
     for file in (ca, certificate):
         require_valid(file, instead=renew)
-    private, own = read_private(key), read_certificate(certificate)
+    private = read_private(key)
+    own = read_certificate(certificate)
     if public_bytes(own.public_key()) != public_pem(private):
         raise UserError(f"{certificate} is not the certificate of {key}; put both back, or {renew}")
     try:
@@ -260,7 +262,8 @@ def _short(public: bytes) -> str:
 
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate, bool]:
     """The CA's key and certificate, and whether the certificate was renewed."""
-    key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
+    key_file = folder / "ca.key"
+    certificate_file = folder / "ca.crt"
     # Another CA would make what is there useless.
     if any((folder / name).exists() for name in ("ca.crt", "server", "sites")):
         if not key_file.exists() or not certificate_file.exists():
@@ -268,7 +271,8 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
                 f"{key_file} and {certificate_file.name} are needed to make further keys; put them "
                 "back, or choose another --out"
             )
-        private, certificate = read_private(key_file), read_certificate(certificate_file)
+        private = read_private(key_file)
+        certificate = read_certificate(certificate_file)
         if not expires_soon(certificate):
             return private, certificate, False
         certificate = authority_certificate(private)

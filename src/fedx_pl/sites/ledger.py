@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedx_pl.errors import UserError
-from fedx_pl.federation.privacy import PrivacyOptions, composed_epsilon
+from fedx_pl.federation.options import PrivacyOptions
+from fedx_pl.federation.privacy import composed_epsilon
 from fedx_pl.files import checksum, write_atomically
 from fedx_pl.files.reading import read_bytes, read_json
 
@@ -31,11 +32,12 @@ class Ledger:
         Args:
             state: the folder of the site's private state.
         """
-        self._state, self._file = state, state / FILE
+        self._state = state
+        self._file = state / FILE
         self.answers()
 
     def answers(self) -> dict[float, int]:
-        """How many answers have left the site, by their noise."""
+        """The number of answers that have left the site, by their noise."""
         answers = self._read()
         lost = self._count() - sum(answers.values())
         if lost > 0:  # The ledger was deleted, or replaced by an older copy.
@@ -97,7 +99,7 @@ class Ledger:
             raise self._damaged(self._file, error) from error
 
     def _count(self) -> int:
-        """How many answers have left the site; 0 if that is not recorded."""
+        """The number of answers that have left the site; 0 if that is not recorded."""
         file = self._state / COUNT
         try:
             return int(read_bytes(file, limit=100))

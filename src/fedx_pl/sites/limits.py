@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fedx_pl.config.build import make_model
 from fedx_pl.config.compose import code_words
-from fedx_pl.config.schema import Config, SiteOptions
+from fedx_pl.config.groups import SiteOptions
+from fedx_pl.config.schema import Config
 from fedx_pl.data.images import cache_folder, root_folder
 from fedx_pl.data.sources.folder import list_files
 from fedx_pl.errors import UserError
@@ -75,8 +76,9 @@ def _require(key: str, asked: float, most: float, what: str) -> None:
 
 
 def _count(config: Config) -> int:
-    """How many files may be images of this site; 0 for data sets of a fixed image size."""
-    root, data = root_folder(config.data), config.data
+    """The number of possible image files of this site; 0 for data sets of a fixed image size."""
+    root = root_folder(config.data)
+    data = config.data
     folders = {
         "folder": [root],
         "imagenet10": [root / part / name for part in ("train", "val") for name in data.classes],
@@ -91,7 +93,8 @@ def _require_room(limits: SiteOptions, config: Config, count: int, state: Path |
     All copies in the cache count, and so does the private state of all runs: a coordinator that
     asks for one image size after the other, or for one run after the other, must not fill the disk.
     """
-    channels, side = 1 if config.data.grayscale else 3, config.data.image_size
+    channels = 1 if config.data.grayscale else 3
+    side = config.data.image_size
     folder = cache_folder(config.data)
     copies = list(folder.glob("*/images.npy"))
     there = any(_shape(file)[1:] == (side, side, channels) for file in copies)
@@ -124,7 +127,8 @@ def _shape(file: Path) -> tuple[int, ...]:
 
 def _needed_memory(config: Config, count: int) -> float:
     """The bytes that training takes at least, found with the network on the meta device."""
-    channels, side = 1 if config.data.grayscale else 3, config.data.image_size
+    channels = 1 if config.data.grayscale else 3
+    side = config.data.image_size
     side = config.augment.size if 0 < config.augment.size < side else side
     try:
         with torch.device("meta"):

@@ -1,8 +1,9 @@
 """The coordinator's side of Flower: it starts a SuperLink, and exchanges messages with sites.
 
-Flower would run a ServerApp in a process of its own, from a bundle that anyone at its Control API may submit. Here the
-coordinator's process takes the ServerApp's place: it asks the SuperLink for the task with a secret that only it knows.
-These are modules that Flower does not document; the `flower` extra pins the version they were tried with.
+Flower would run a ServerApp in its own process, from a bundle that anyone may submit at its
+Control API. Here the coordinator's process takes the ServerApp's place: it asks the SuperLink for
+the task with a secret that only it knows. Flower does not document these modules, so the `flower`
+extra pins the version that they were tested with.
 """
 
 import hashlib
@@ -62,19 +63,22 @@ class Link:
             folder: where Flower's own files and its log go.
             host: the address to listen on.
             port: the port to listen on.
-            keys: the keys of the federation; None for a federation within this machine, without TLS and authentication.
+            keys: the keys of the federation; None for a federation on this machine, without TLS
+                and authentication.
         """
         quiet_flower(folder)
         if keys is None and host not in ("127.0.0.1", "localhost", "::1"):
             raise UserError(
                 f"--insecure --host {host}: without TLS only on this machine; type --host 127.0.0.1"
             )
-        self._folder, self._keys = folder, keys
+        self._folder = folder
+        self._keys = keys
         self._seal = Seal(keys) if keys else None
         self._coming: dict[str, Coming] = {}  # by the message it answers
         self._sent = Size(0, 0)
         sockets = listen_patiently(host, port)
-        self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115 (as long as the process)
+        # It stays open as long as the process.
+        self._log = open(folder / "superlink.log", "ab", opener=private_file)  # noqa: SIM115
         self._secret = secrets.token_hex(32)
         self._entrance, entrance = _entrance()
         self._process = self._start(sockets, entrance)
@@ -105,22 +109,23 @@ class Link:
             found, size = self._record(node, kind, content)
             self._sent = Size(*map(max, self._sent, size))
             (message,) = self._grid.push_messages([Message(found, node, kind, ttl=seconds)])
-        # Of an unsent message, the SuperLink says that there is no answer.
+        # The SuperLink says of an unsent message that there is no answer.
         return str(message) or f"unsent {secrets.token_hex(8)}"
 
     def _record(self, node: int, kind: str, content: wire.Content) -> tuple[Any, Size]:
         text, blob = wire.pack(content)
         seal: dict[str, Any] = {}
         if self._seal is not None and self._keys is not None:
-            # Who has left is no site any more; the SuperLink will say so.
+            # A site that has left has no key here; the SuperLink will report it.
             public = self._keys.sites.get(self._names.get(node, ""), b"")
             seal = self._seal.fields(public, kind, text, blob)
         return sealed_record(text, blob, seal), size_of(blob)
 
     def receive(self, messages: Iterable[str]) -> Iterator[Reply]:
-        """Yields the answers that have come whole, one at a time: each may be as large as the weights.
+        """Yields complete answers one at a time, since each may be as large as the weights.
 
-        Flower's own way would wait for one whose upload is slow or breaks off, and end at one that it cannot read.
+        Flower's own function would wait for slow or broken uploads, and stop at an answer that it
+        cannot read.
         """
         from flwr.common.constant import SUPERLINK_NODE_ID
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
@@ -139,7 +144,7 @@ class Link:
                     found.messages_list, found.message_object_trees, strict=True
                 ):
                     parts = [part.object_id for part in iterate_object_tree(tree)]
-                    # What it answers is what the SuperLink says, not what is written in the answer itself.
+                    # The SuperLink says which message it answers; the answer itself may lie.
                     replied = about.metadata.reply_to_message_id
                     # The door lets no site call itself so.
                     here = about.metadata.src_node_id == SUPERLINK_NODE_ID
@@ -156,7 +161,8 @@ class Link:
         """The answer to a message, or None while parts of it are missing."""
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 
-        coming, client = self._coming[asked], self._grid._runtime_client
+        coming = self._coming[asked]
+        client = self._grid._runtime_client
         where = {"node": self._grid.node, "run_id": self._grid.run.run_id}
         for part in coming.parts:
             if part not in coming.there:
@@ -182,8 +188,8 @@ class Link:
             yield
         except (httpx.HTTPError, RunNotRunningException, ObjectPushError) as error:
             raise UserError(
-                f"Flower's SuperLink does not answer any more ({error}); {self._log.name} says why. Type the same "
-                f"command to resume after the last finished round"
+                f"Flower's SuperLink does not answer any more ({error}); {self._log.name} says "
+                f"why. Type the same command to resume after the last finished round"
             ) from error
 
     def close(self) -> None:
@@ -247,7 +253,8 @@ class Link:
     def _wait(self) -> None:
         import httpx
 
-        give_up, reason = time.monotonic() + START_SECONDS, "it ended"
+        give_up = time.monotonic() + START_SECONDS
+        reason = "it ended"
         with self._http() as client:
             while time.monotonic() < give_up and self._process.poll() is None:
                 try:
@@ -259,7 +266,10 @@ class Link:
         raise UserError(f"Flower's SuperLink did not start ({reason}); {self._log.name} says more")
 
     def _register(self) -> dict[int, str]:
-        """Registers the sites' keys and returns their names by node; without keys, sites register themselves."""
+        """Registers the sites' keys and returns their names by node.
+
+        Without keys, sites register themselves.
+        """
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
         control = self._control()
@@ -319,7 +329,8 @@ class Link:
         retries.should_giveup = lambda error: self._process.poll() is not None or given_up(error)
         self._inside(grid._runtime_client)
         given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+        TaskIdentity.task_id = given.task_id
+        TaskIdentity.run_id = given.run.run_id
         TaskIdentity.node_id = given.context.node_id
         grid.set_run(run_from_proto(given.run))
         self._grid = grid
@@ -348,7 +359,7 @@ class Link:
 
 
 def quiet_flower(folder: Path) -> None:
-    """Turns off Flower's telemetry and its search for updates, and keeps its files in a folder of ours."""
+    """Turns off Flower's telemetry and update check, and keeps its files in ``folder``."""
     make_private(folder)
     os.environ.update(
         FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", FLWR_HOME=str(folder / "flower")

@@ -26,7 +26,8 @@ class Memories:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._file = folder, folder / "memory.json"
+        self.folder = folder
+        self._file = folder / "memory.json"
         for half in folder.glob(f".*{UNFINISHED}"):  # of a site that was killed while it wrote
             half.unlink()
 

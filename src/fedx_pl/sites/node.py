@@ -62,15 +62,15 @@ MAX_PARTS = 20_000  # of one message
 
 
 class Unreachable(Exception):
-    """Nobody answers, or the coordinator does not know this site any more: connect again."""
+    """Raised when nobody answers or the coordinator has forgotten this site; connect again."""
 
 
 class Refused(Exception):
-    """The coordinator answers, but rejects this site."""
+    """Raised when the coordinator rejects this site."""
 
 
 class WrongCertificate(Refused):
-    """The coordinator's certificate is not one of this federation."""
+    """Raised when the coordinator's certificate is not one of this federation."""
 
 
 class Incoming(NamedTuple):
@@ -108,7 +108,7 @@ class Node:
         trust: Trust | None = None,
         max_bytes: float = math.inf,
     ) -> None:
-        """Connects.
+        """Connects to the coordinator.
 
         Args:
             server: HOST:PORT.
@@ -196,7 +196,7 @@ class Node:
         sizes: list[int] = []
 
         def pull(part: str) -> bytes:
-            content = download(part)
+            content: bytes = download(part)
             sizes.append(len(content))
             self._require_size(sum(sizes))
             return content
@@ -224,7 +224,8 @@ class Node:
     def answer(self, incoming: Incoming, content: wire.Content) -> None:
         """Sends the answer to a message."""
         run = incoming.message.metadata.run_id
-        TaskIdentity.run_id, TaskIdentity.node_id = run, self._node.node_id
+        TaskIdentity.run_id = run
+        TaskIdentity.node_id = self._node.node_id
         reply = Message(record(content), reply_to=incoming.message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():

@@ -1,4 +1,7 @@
-"""Messages as Flower's records, which a site may have made up: they are measured before they are put together."""
+"""Messages as Flower's records.
+
+A site may have forged them, so they are measured before they are put together.
+"""
 
 import json
 from collections.abc import Callable
@@ -119,15 +122,17 @@ def sealed_record(text: str, blob: bytes, seal: dict[str, Any]) -> Any:
 def read(
     record: Any, most: Size | None = None, check: Callable[[Any, str, bytes], None] | None = None
 ) -> wire.Content:
-    """Reads a Flower record that `record` made, or anyone else.
+    """Reads a Flower record, which a stranger may have made.
 
     Args:
         record: the record of a message.
         most: the size that its tensors may have.
-        check: takes the fields of the seal, the JSON and the tensors; raises `BadMessage` if they are not genuine.
+        check: takes the fields of the seal, the JSON and the tensors; raises `BadMessage` if they
+            are not genuine.
     """
     try:
-        text, blob = record["meta"]["json"], record["tensors"]["blob"].data
+        text = record["meta"]["json"]
+        blob = record["tensors"]["blob"].data
     except (KeyError, TypeError, AttributeError) as error:
         raise wire.BadMessage(f"it lacks {error}") from error
     if not isinstance(text, str) or not isinstance(blob, bytes):

@@ -1,7 +1,7 @@
-"""Signatures of the coordinator's messages: a site obeys its coordinator only, whoever delivers the message.
+"""Signatures of the coordinator's messages, so that a site obeys only its coordinator.
 
-TLS ends where a proxy may, and Flower itself tells a site nothing about who wrote a message. So the coordinator signs
-each with its key and sends its certificate along; a site needs nothing but the CA that it has.
+TLS may end at a proxy, and Flower does not tell a site who wrote a message. So the coordinator
+signs each message and sends its certificate along. A site needs only the CA that it has.
 """
 
 import hashlib
@@ -34,8 +34,10 @@ class Seal:
         Args:
             keys: the coordinator's keys.
         """
-        self._private, self._certificate = read_private(keys.key), keys.certificate.read_bytes()
-        self._session, self._numbers = secrets.token_hex(16), itertools.count(1)
+        self._private = read_private(keys.key)
+        self._certificate = keys.certificate.read_bytes()
+        self._session = secrets.token_hex(16)
+        self._numbers = itertools.count(1)
 
     def fields(self, site: bytes, kind: str, text: str, blob: bytes) -> dict[str, Any]:
         """The fields that prove to a site who sent a message.
@@ -68,7 +70,7 @@ class Trust:
         """Reads the CA.
 
         Args:
-            ca: file of certificates; only the federation's own CA counts here, not one of a proxy beside it.
+            ca: file of certificates; only the federation's own CA counts, not that of a proxy.
             private: the site's key.
         """
         found = x509.load_pem_x509_certificates(ca.read_bytes())
@@ -78,16 +80,20 @@ class Trust:
         self._last: dict[str, int] = {}  # by session: a coordinator's process
 
     def check(self, kind: str, fields: Mapping[str, Any], text: str, blob: bytes) -> None:
-        """Raises `BadMessage` if a message is not from the coordinator, not for this site, or has come before.
+        """Checks that a new message is from the coordinator and for this site.
 
         Args:
             kind: the kind of the message.
             fields: what `Seal.fields` made, or anything.
             text: the JSON of the message.
             blob: the tensors of the message.
+
+        Raises:
+            BadMessage: it is from someone else, for another site, or has come before.
         """
         try:
-            session, number = str(fields["session"]), int(fields["number"])
+            session = str(fields["session"])
+            number = int(fields["number"])
             certificate = x509.load_pem_x509_certificate(fields["certificate"])
             public = self._coordinator(certificate)
             public.verify(
@@ -108,7 +114,8 @@ class Trust:
         self._last[session] = number
 
     def _coordinator(self, certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
-        public, now = certificate.public_key(), datetime.now(UTC)
+        public = certificate.public_key()
+        now = datetime.now(UTC)
         if not isinstance(public, ec.EllipticCurvePublicKey):
             raise TypeError("another kind of key")
         if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:

@@ -31,7 +31,7 @@ from fedx_pl.evaluation.features import drawn_rows, extract
 from fedx_pl.federation.checkpoint import Checkpoints
 from fedx_pl.federation.client import LocalTrainer
 from fedx_pl.federation.identity import code_record
-from fedx_pl.federation.privacy import PrivacyOptions
+from fedx_pl.federation.options import PrivacyOptions
 from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Update
 from fedx_pl.federation.run_state import RunState
 from fedx_pl.files import make_private, write_atomically
@@ -47,9 +47,18 @@ from fedx_pl.sites.wire import BadMessage, Content
 # What a coordinator decides. Where the images are and on what the site trains is the site's own
 # decision.
 SHARED = (
-    "seed", "augment", "backbone", "method", "mixins", "fedx", "moon", "regularizer", "optim",
-    "federation", "privacy",
-)  # fmt: skip
+    "seed",
+    "augment",
+    "backbone",
+    "method",
+    "mixins",
+    "fedx",
+    "moon",
+    "regularizer",
+    "optim",
+    "federation",
+    "privacy",
+)
 HEALTH_IMAGES = 512
 OURS = ".fedx-pl"  # marks a folder that may be deleted
 
@@ -153,8 +162,8 @@ class Site:
             return None
         except (UserError, BadMessage) as error:
             reason = wire.plain(error)
-            mend = "; when it is mended, start this site again" if kind == wire.HELLO else ""
-            self.report(f"cannot do what the coordinator asks for: {reason}{mend}")
+            advice = "; when it is fixed, start this site again" if kind == wire.HELLO else ""
+            self.report(f"cannot do what the coordinator asks for: {reason}{advice}")
             if isinstance(error, Unusable):
                 reason = "its images cannot be used; the site's own terminal tells more"
         except (KeyboardInterrupt, SystemExit):
@@ -177,7 +186,8 @@ class Site:
         self.report(f"{what} ({type(error).__name__}: {wire.plain(error)}); {where}")
 
     def _hello(self, meta: dict[str, Any]) -> dict[str, Any]:
-        run, tree = wire.text(meta, "run"), meta.get("config")
+        run = wire.text(meta, "run")
+        tree = meta.get("config")
         if not re.fullmatch(r"[0-9a-f]{8,64}", run) or not isinstance(tree, dict):
             raise BadMessage("a greeting without run or config")
         if self._ready != (run, tree):
@@ -272,7 +282,8 @@ class Site:
         meta = content.meta
         if self._ready is None or self._ready[0] != meta.get("run"):
             raise NotGreeted
-        number, client = wire.whole(meta, "round", 1), wire.whole(meta, "client")
+        number = wire.whole(meta, "round", 1)
+        client = wire.whole(meta, "client")
         config = self.run.config
         context = RoundContext(
             round=number,
@@ -336,7 +347,8 @@ class Site:
             self.report("this site has taken no part since it was started, so it keeps no encoder")
             return
         _require_same(content.tensors, self.run.trainer.first_state().tensors())
-        folder, config = self.memories.folder / "encoder", self.run.config
+        folder = self.memories.folder / "encoder"
+        config = self.run.config
         make_private(folder)
         write_record(folder, code_record(self.run.trainer, self.run.model, self.run.data))
         write_atomically(folder / "config.yaml", config.to_yaml().encode(), private=True)
@@ -354,12 +366,14 @@ class Site:
         if tensors is None:
             self.report(f"the private state of round {last} is not here; starting anew")
             return None, False
-        steps, epochs = wire.whole(meta, "steps"), wire.whole(meta, "epochs")
+        steps = wire.whole(meta, "steps")
+        epochs = wire.whole(meta, "epochs")
         return ClientMemory.from_tensors(tensors, last_round=last, steps=steps, epochs=epochs), True
 
     def _health(self) -> dict[str, float]:
         """Measures of the encoder on some of this site's images, without labels."""
-        data, backbone = self.run.data, self.run.model.backbone
+        data = self.run.data
+        backbone = self.run.model.backbone
         drawn = drawn_rows(len(self.rows), HEALTH_IMAGES, derive(self.run.config.seed, "health"))
         images = data.images.train.images[drawn]
         generator = torch.Generator(self.local.device).manual_seed(0)

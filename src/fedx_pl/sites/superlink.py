@@ -1,11 +1,12 @@
-"""Flower's SuperLink as a process of its own, with a port for sites and a unix socket for the coordinator.
+"""Flower's SuperLink in its own process: a port for sites, a unix socket for the coordinator.
 
-    python -P -m fedx_pl.sites.superlink PARENT_PID SOCKET,SOCKET UNIX_SOCKET [options of flower-superlink]
+    python -P -m fedx_pl.sites.superlink PARENT_PID SOCKET,SOCKET UNIX_SOCKET [OPTION ...]
 
-The SuperLink would serve everything on one port: the Fleet API for sites, but also the Control and Runtime APIs, by
-which anyone who reaches them may register nodes, submit runs and greet sites. Here the port leads to the `Door`.
-Everything else needs the unix socket, in a folder that only the coordinator's user can enter. The sites' keys come
-on standard input. The SuperLink never runs an app: the coordinator itself acts as the ServerApp.
+The options are those of flower-superlink. By itself, it would serve all APIs on one port: the Fleet
+API for sites, but also the Control and Runtime APIs, by which anyone may register nodes, submit
+runs and greet sites. Here the port leads to the `Door`. Everything else needs the unix socket, in a
+folder that only the coordinator's user can enter. The sites' keys come on standard input. The
+SuperLink never runs an app: the coordinator itself acts as the ServerApp.
 """
 
 import json
@@ -29,7 +30,8 @@ def main() -> None:
     """Serves until the coordinator ends."""
     os.umask(0o077)
     parent = int(sys.argv.pop(1))
-    ledger, guard = Ledger(), Guard(most=_raise_descriptors())
+    ledger = Ledger()
+    guard = Guard(most=_raise_descriptors())
     sockets: list[socket.socket] = []
     for number in sys.argv.pop(1).split(","):
         listener = Listener(fileno=int(number))
@@ -47,7 +49,7 @@ def main() -> None:
     from flwr.superlink.main import create_app
     from flwr.superlink.routers.fleet import node_auth
 
-    # Flower signs the time alone, and would refuse a clock that is 6 s ahead. The door has looked at it already.
+    # Flower signs only the time, and would refuse a clock that is 6 s ahead. The door checks it.
     node_auth.SYSTEM_TIME_TOLERANCE = node_auth.TIMESTAMP_TOLERANCE = int(2 * CLOCK_SECONDS)
     config = _parse_superlink_lifespan_config()
     app = create_app(config, SuperLinkLifespan)
@@ -69,11 +71,9 @@ def main() -> None:
         "loop": "asyncio",
         "http": "h11",
         "ws": "none",
+        "proxy_headers": False,  # The caller is who holds the connection, not who a header says.
     }
-    common["proxy_headers"] = (
-        False  # The caller is who holds the connection, not who a header says.
-    )
-    # The coordinator has an entrance, a thread and an event loop of its own: no site can stand in its way.
+    # The coordinator has its own entrance, thread and event loop, so that no site can block it.
     own = uvicorn.Server(uvicorn.Config(Noting(app, ledger), lifespan="off", **common))
     threading.Thread(target=own.run, kwargs={"sockets": [inner]}, daemon=True).start()
     serving = uvicorn.Config(
@@ -101,7 +101,7 @@ def _raise_descriptors() -> int:
 
 
 def _follow(parent: int, guard: Guard, place: str) -> None:
-    """Ends this process when the coordinator's ends, so that the next coordinator finds the port free."""
+    """Ends this process when the coordinator ends, so that its port is free for the next one."""
     while os.getppid() == parent:
         guard.sweep()
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The wire format between coordinator and sites: one JSON text and one safetensors blob per message."""
+"""The wire format of coordinator and sites: one JSON text and one safetensors blob per message."""
 
 import math
 import re
@@ -8,10 +8,16 @@ from fedx_pl.files import json_text, tensor_bytes
 from fedx_pl.files.reading import parse_json, parse_tensors
 from fedx_pl.methods.base import State
 
-HELLO, TRAIN, END = "query", "train", "query.end"  # Flower's names for messages of these kinds
+# Flower's names for the kinds of messages.
+HELLO = "query"
+TRAIN = "train"
+END = "query.end"
 # How a federation ended for a site, in `END`.
-FINISHED, STOPPED, REFUSED = "finished", "stopped", "refused"
-MAX_JSON, MAX_TEXT = 1_000_000, 1000
+FINISHED = "finished"
+STOPPED = "stopped"
+REFUSED = "refused"
+MAX_JSON = 1_000_000  # characters
+MAX_TEXT = 1000  # characters
 MAX_NUMBER = 1e9  # A loss or metric beyond it measures nothing.
 GONE = "it is gone; it may come back for a later round"  # why a site has no answer
 
@@ -33,7 +39,7 @@ def pack(content: Content) -> tuple[str, bytes]:
 
 
 def unpack(text: str, blob: bytes) -> Content:
-    """Reads what `pack` wrote, or anyone else."""
+    """Reads a message, which a stranger may have written."""
     if len(text) > MAX_JSON:
         raise BadMessage(f"its JSON has {len(text):,} characters")
     try:
@@ -70,7 +76,7 @@ def text(meta: dict[str, Any], key: str) -> str:
 
 
 def numbers(meta: dict[str, Any], key: str, most: int = 64) -> dict[str, float]:
-    """Reads named numbers from a message; null, and what is not finite or absurdly large, becomes NaN."""
+    """Reads named numbers from a message; null, infinite and absurdly large ones become NaN."""
     found = meta.get(key)
     if not isinstance(found, dict) or len(found) > most:
         raise BadMessage(f"{key} is not a small table of numbers")

@@ -1,4 +1,4 @@
-"""Where images come from: named data sets, folders, arrays; found, decoded, verified and cached."""
+"""Sources of images: named data sets, folders and arrays."""
 
 from fedx_pl.data.sources.arrays import is_array, is_pair, of_arrays, of_datasets
 from fedx_pl.data.sources.description import describe, overview

@@ -111,7 +111,8 @@ def _split(arrays: Arrays, which: str) -> Split:
             f"{which} images are given as {_kind(arrays)}; give a pair (images, labels) of arrays"
         )
     try:
-        images, labels = np.asarray(arrays[0]), arrays[1]
+        images = np.asarray(arrays[0])
+        labels = arrays[1]
     except ValueError:
         raise UserError(f"{which} images are of different shapes; bring all to one") from None
     images = images[..., None] if images.ndim == 3 else images

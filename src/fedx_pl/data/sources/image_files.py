@@ -53,7 +53,7 @@ _ROWS = 256  # scaled at once: pixels as float64 take eight times the memory
 
 
 class Facts(TypedDict):
-    """What is known of a file before it is decoded.
+    """Facts about a file that are known before it is decoded.
 
     Attributes:
         pages: how many images it holds.
@@ -237,7 +237,7 @@ def _white_is_zero(opened: Image.Image) -> bool:
     """Whether a TIFF says so; one that says nothing most likely means the opposite."""
     if opened.format != "TIFF":
         return False
-    return opened.tag_v2.get(_PHOTOMETRIC) == 0  # type: ignore[attr-defined]
+    return bool(opened.tag_v2.get(_PHOTOMETRIC) == 0)  # type: ignore[attr-defined]
 
 
 def _bits_of_jpeg2000(opened: Image.Image) -> int:
@@ -260,7 +260,8 @@ def _deep_values(opened: Image.Image, path: str) -> np.ndarray:
         # Pillow does this for 8 bits only. Without it, an X-ray would be the negative of the
         # others.
         (bits,) = opened.tag_v2[_BITS_PER_SAMPLE]  # type: ignore[attr-defined]
-        return values.dtype.type(2**bits - 1) - values
+        inverted: np.ndarray = values.dtype.type(2**bits - 1) - values
+        return inverted
     raw = _raw_mode(opened)
     if raw == "LA;16B":  # four bytes per pixel as well: two of gray, two of alpha
         pixels = np.asarray(_upright(opened, "RGBA")).astype(np.uint16)
@@ -268,7 +269,9 @@ def _deep_values(opened: Image.Image, path: str) -> np.ndarray:
     order = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}[raw[-1]]
     upper = np.asarray(ImageOps.exif_transpose(opened))[..., :3].astype(np.uint16)
     with _open(path) as again:
-        return upper << 8 | np.asarray(_upright(again, raw[:-1] + order))[..., :3]
+        lower = np.asarray(_upright(again, raw[:-1] + order))[..., :3]
+    both: np.ndarray = upper << 8 | lower
+    return both
 
 
 def _upright(opened: Image.Image, raw_mode: str) -> Image.Image:

@@ -74,7 +74,7 @@ class RawSet:
 
 @dataclass(frozen=True)
 class Layout:
-    """One set of files that a data set comes in.
+    """A set of files that a data set comes in.
 
     Attributes:
         files: paths that must exist, relative to the folder that is searched.
@@ -92,7 +92,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSet:
-    """One data set, as it can be found and verified.
+    """A data set, with how it is found and verified.
 
     Attributes:
         layouts: the files it comes in, preferred first.
@@ -223,10 +223,9 @@ def _svhn() -> NamedSet:
     parts = (SVHN.split_list["train"], SVHN.split_list["test"])
     md5 = {file: md5 for _, file, md5 in parts}
 
-    class AnySVHN(SVHN):
-        """Reads files of any md5; where torchvision has none, it checks none."""
-
-    AnySVHN.split_list = {split: [*part[:2], None] for split, part in SVHN.split_list.items()}
+    # Without an md5 to compare with, torchvision checks none.
+    unchecked = {split: [*part[:2], None] for split, part in SVHN.split_list.items()}
+    any_svhn = type("AnySVHN", (SVHN,), {"split_list": unchecked})
 
     def read(folder: Path, verify: bool) -> RawSet:
         if verify:
@@ -234,7 +233,7 @@ def _svhn() -> NamedSet:
 
         def split(name: str) -> Split:
             with _format_errors(f"{name}_32x32.mat"):
-                dataset = AnySVHN(folder, split=name)
+                dataset = any_svhn(folder, split=name)
                 return Split(
                     np.ascontiguousarray(dataset.data.transpose(0, 2, 3, 1)), dataset.labels
                 )
