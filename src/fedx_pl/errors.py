@@ -51,6 +51,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].strip() or type(error).__name__
 
 
+def one_line(error: BaseException) -> str:
+    """All that an exception says, on one line; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_SHOWN * 2 else f"{text[: MAX_SHOWN * 2]}..."
+
+
 def short(value: object) -> str:
     """A value as text, cut to what fits into a message."""
     text = str(value)

@@ -12,7 +12,7 @@ from click.exceptions import Exit, NoArgsIsHelpError
 from fedx_pl.cli.commands import fedx_pl
 from fedx_pl.cli.stopping import Stopped
 from fedx_pl.config.renamed import refuse_renamed
-from fedx_pl.errors import MAX_SHOWN, UserError, for_terminal, has_controls, printable, short
+from fedx_pl.errors import UserError, first_line, for_terminal, has_controls, printable, short
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -106,8 +106,8 @@ def _message(error: Exception) -> str:
         return f"{error}; {advice if full else '--debug shows where'}"
     if not _lacks_memory(error):
         return ""
-    reason = str(error).strip().partition("\n")[0][:MAX_SHOWN]
-    return f"not enough memory ({reason or 'Python'}); a smaller {SMALLER} needs less"
+    reason = short(first_line(error))
+    return f"not enough memory ({reason}); a smaller {SMALLER} needs less"
 
 
 def _lacks_memory(error: Exception) -> bool:

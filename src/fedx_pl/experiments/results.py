@@ -12,7 +12,7 @@ from typing import Any
 from fedx_pl.config.build import brought
 from fedx_pl.config.compose import compose, former_labels
 from fedx_pl.config.schema import Config
-from fedx_pl.errors import UserError, for_terminal
+from fedx_pl.errors import UserError, first_line, for_terminal
 from fedx_pl.evaluation import EVALUATIONS
 from fedx_pl.experiments.definition import Experiment, Labels
 from fedx_pl.federation.content import flat
@@ -132,7 +132,7 @@ def read_result(path: Path) -> Result:
     except KeyError as error:
         raise ValueError(f"it has no {error}") from error
     except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
+        raise ValueError(first_line(error)) from error
 
 
 def _harmless(tree: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fedx_pl.errors import one_line
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,7 +68,7 @@ def parse_yaml(text: str | bytes, *, plain: bool = False) -> Any:
         decoded = text.decode() if isinstance(text, bytes) else text
         return yaml.load(decoded, Loader=_BoundedTextLoader if plain else _BoundedLoader)
     except Exception as error:  # Its parsers of numbers, dates and so on raise anything.
-        raise ValueError(_line(error)) from error
+        raise ValueError(one_line(error)) from error
 
 
 def read_json(path: Path) -> Any:
@@ -113,7 +115,7 @@ def parse_tensors(content: bytes) -> "dict[str, Tensor]":
     try:
         count = len(parse_json(content[8 : 8 + length]))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"its header cannot be read ({_line(error)})") from error
+        raise ValueError(f"its header cannot be read ({one_line(error)})") from error
     if count > MAX_TENSORS:
         raise ValueError(f"it has {count:,} tensors; at most {MAX_TENSORS:,} are read")
     from safetensors.torch import load
@@ -121,7 +123,7 @@ def parse_tensors(content: bytes) -> "dict[str, Tensor]":
     try:
         return load(content)
     except Exception as error:  # A dtype that torch does not have, a shape beyond 64 bits, ...
-        raise ValueError(_line(error)) from error
+        raise ValueError(one_line(error)) from error
 
 
 def _no_constant(name: str) -> None:
@@ -160,9 +162,3 @@ class _BoundedLoader(_Bounded, yaml.SafeLoader):
 
 class _BoundedTextLoader(_Bounded, yaml.BaseLoader):
     pass
-
-
-def _line(error: Exception) -> str:
-    """The message of an exception as one line."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= 300 else f"{line[:300]} ..."

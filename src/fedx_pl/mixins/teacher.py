@@ -50,7 +50,7 @@ class Frozen:
         mine, theirs = self.network.state_dict(), source.state_dict()
         folded = {f"{layer}.{kind}" for layer, _ in self._folded for kind in ("weight", "bias")}
         plain = [name for name in mine if name not in folded]
-        if plain:
+        if plain:  # Private: see `copy_state`.
             torch._foreach_copy_([mine[name] for name in plain], [theirs[name] for name in plain])
         for layer, norm in self._folded:
             _fold(theirs, layer, norm, eps=source.get_submodule(norm).eps, into=mine)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedx_pl.errors import UserError, short
+from fedx_pl.errors import UserError, first_line, short
 from fedx_pl.files.reading import read_bytes
 
 YEARS = 5
@@ -64,7 +64,7 @@ def read_private(file: Path) -> ec.EllipticCurvePrivateKey:
         private = serialization.load_pem_private_key(read_bytes(file, MAX_FILE), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(
-            f"{file} is not a readable key ({_line(error)}); `fedx-pl federate keys` makes one"
+            f"{file} is not a readable key ({first_line(error)}); `fedx-pl federate keys` makes one"
         ) from error
     if not isinstance(private, ec.EllipticCurvePrivateKey) or not _is_ours(private):
         raise UserError(
@@ -186,7 +186,7 @@ def read_certificate(file: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(read_bytes(file, MAX_FILE))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"{file} is not a certificate ({_line(error)}); put it back from where keys were made"
+            f"{file} is not a certificate ({first_line(error)}); put it back from where keys were made"
         ) from error
 
 
@@ -213,8 +213,3 @@ def require_valid(file: Path, instead: str) -> None:
 def expires_soon(certificate: x509.Certificate) -> bool:
     """Whether a certificate should be renewed."""
     return certificate.not_valid_after_utc < datetime.now(UTC) + timedelta(days=RENEW_DAYS)
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, which may be a page."""
-    return str(error).partition("\n")[0][:100]

@@ -15,7 +15,7 @@ from fedx_pl.config.groups import SiteOptions
 from fedx_pl.config.schema import Config
 from fedx_pl.data.images import cache_folder, root_folder
 from fedx_pl.data.sources.folder import list_files
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, first_line
 from fedx_pl.federation.device import resolve_device
 from fedx_pl.files import size_of
 from fedx_pl.printing import byte_size
@@ -140,7 +140,7 @@ def _needed_memory(config: Config, count: int) -> float:
     except UserError:
         raise
     except Exception as error:  # Sizes that overflow, or layers that do not fit each other.
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise UserError(
             f"the coordinator asks for a network that cannot be made ({reason})"
         ) from error

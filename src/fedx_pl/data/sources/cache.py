@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fedx_pl.data.images import Split
-from fedx_pl.data.sources.formats import one_line
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, one_line
 from fedx_pl.files import private_file, sync_folder, write_atomically
 
 MANIFEST = "manifest.json"

@@ -24,9 +24,8 @@ import numpy as np
 from fedx_pl.data.images import DataOptions, ValueRange, cache_folder, require_memory
 from fedx_pl.data.sources import cache, image_files
 from fedx_pl.data.sources.cache import CacheError
-from fedx_pl.data.sources.formats import one_line
 from fedx_pl.data.sources.image_files import Answered, Task, decode_batch
-from fedx_pl.errors import Report, UserError, readable
+from fedx_pl.errors import Report, UserError, one_line, readable
 
 _DECODER = 3  # changes when the same files are decoded to other pixels than before
 _BATCH = 64  # images per task: enough to hide its cost, few enough for a smooth progress bar

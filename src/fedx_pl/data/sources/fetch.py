@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedx_pl.data.sources.formats import one_line
-from fedx_pl.errors import UserError
+from fedx_pl.errors import UserError, one_line
 
 PROBE_SECONDS = 5.0
 STALL_SECONDS = 15.0  # a download that receives nothing for so long has failed

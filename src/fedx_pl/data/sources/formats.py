@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from fedx_pl.errors import one_line
+
 # The largest official member is CIFAR-100's train batch, 155 MB. More is a decompression bomb.
 MAX_MEMBER_BYTES = 512 * 2**20
 _RECORD_BYTES = 1 + 3 * 32 * 32  # of CIFAR-10's binary batches: a label, then planar pixels
@@ -105,9 +107,3 @@ def required(files: Mapping[str, bytes], name: str) -> bytes:
     if name not in files:
         raise FormatError(f"{name} is missing")
     return files[name]
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, or its type when it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else text[:397] + "..."

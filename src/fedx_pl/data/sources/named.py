@@ -16,7 +16,8 @@ import numpy as np
 
 from fedx_pl.data.images import Split
 from fedx_pl.data.sources import formats, mirrors
-from fedx_pl.data.sources.formats import FormatError, one_line
+from fedx_pl.data.sources.formats import FormatError
+from fedx_pl.errors import one_line
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10

@@ -17,9 +17,9 @@ from fedx_pl.data.images import DataOptions, ImageData, Split, cache_folder, roo
 from fedx_pl.data.sources import cache, fetch, named
 from fedx_pl.data.sources.cache import CacheError
 from fedx_pl.data.sources.fetch import FetchError
-from fedx_pl.data.sources.formats import FormatError, one_line
+from fedx_pl.data.sources.formats import FormatError
 from fedx_pl.data.sources.named import Layout, NamedSet, RawSet
-from fedx_pl.errors import Report, UserError
+from fedx_pl.errors import Report, UserError, one_line
 
 
 @dataclass(frozen=True)
