@@ -155,6 +155,8 @@ def check_command(words: list[str], tiny_words: list[str] | None, where: str) ->
         check_pip(arguments, where)
     elif program == "pytest":
         assert (ROOT / arguments[0]).exists(), where
+    elif program.startswith("benchmarks."):
+        assert (ROOT / f"{program.replace('.', '/')}.py").exists(), where
     elif program == "pre_commit":
         assert (ROOT / ".pre-commit-config.yaml").exists(), where
     else:
