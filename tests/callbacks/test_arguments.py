@@ -1,4 +1,4 @@
-"""What FederatedTrainer and fit are given: made what was meant, or refused by name with what to write."""
+"""Arguments of FederatedTrainer and fit: converted, or refused with what to write instead."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedx_pl import (
     SSLMethod,
     resnet10,
     resnet18,
-)  # fmt: skip
+)
 from fedx_pl.callbacks.dashboard import Dashboard
 from fedx_pl.engines import EngineOptions
 from fedx_pl.engines.local import SerialEngine
@@ -48,9 +48,14 @@ PIXELS = torch.from_numpy(IMAGES).movedim(3, 1)
 
 def trainer(folder: Path, **settings: Any) -> FederatedTrainer:
     usual: dict[str, Any] = {
-        "max_rounds": 1, "local_epochs": 1, "evaluation": None, "enable_progress_bar": False, "threads": THREADS,
-        "logger": False, "min_clients": 1,
-    }  # fmt: skip
+        "max_rounds": 1,
+        "local_epochs": 1,
+        "evaluation": None,
+        "enable_progress_bar": False,
+        "threads": THREADS,
+        "logger": False,
+        "min_clients": 1,
+    }
     return FederatedTrainer(default_root_dir=folder, **(usual | settings))
 
 
@@ -70,7 +75,10 @@ class Keeping(RoundCallback):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_rounds": 1.5}, r"max_rounds=1\.5 is not possible; write a whole number .* e\.g\. max_rounds=1"),
+        (
+            {"max_rounds": 1.5},
+            r"max_rounds=1\.5 is not possible; write a whole number .* e\.g\. max_rounds=1",
+        ),
         ({"max_rounds": True}, r"max_rounds=True"),
         ({"max_rounds": "3"}, r"max_rounds='3'"),
         ({"local_epochs": -1}, r"local_epochs=-1"),
@@ -86,39 +94,75 @@ class Keeping(RoundCallback):
         ({"clients_per_round": True}, r"clients_per_round=True"),
         ({"clients_per_round": "half"}, r"clients_per_round='half'"),
         ({"batchnorm": "none"}, r"batchnorm='none' .*write average or local"),
-        ({"precision": "fp32"}, r"precision='fp32' is not possible; write auto or 32-true or bf16-mixed"),
-        ({"precision": "16-mixed", "accelerator": "cpu"}, r"^precision='16-mixed' needs a GPU; write auto"),
+        (
+            {"precision": "fp32"},
+            r"precision='fp32' is not possible; write auto or 32-true or bf16-mixed",
+        ),
+        (
+            {"precision": "16-mixed", "accelerator": "cpu"},
+            r"^precision='16-mixed' needs a GPU; write auto",
+        ),
         ({"accelerator": "tpu"}, r'accelerator="tpu" is not known; write accelerator="auto"'),
         ({"devices": 2}, r"devices=2 is not possible"),
         ({"devices": "all"}, r"devices='all'"),
         ({"devices": [0, 1]}, r"devices=\[0, 1\]"),
         ({"max_time": "12h"}, r"""max_time='12h' is not a time; write "00:12:00:00\""""),
         ({"max_time": 3600}, r"max_time=3600 is not a time"),
-        ({"default_root_dir": __file__}, r"default_root_dir=\S+ is a file; write the name of a folder"),
+        (
+            {"default_root_dir": __file__},
+            r"default_root_dir=\S+ is a file; write the name of a folder",
+        ),
         ({"default_root_dir": 3}, r"default_root_dir=3"),
-        ({"callbacks": [pl.Callback()]}, r"callbacks=Callback\(\.\.\.\) .*write client_callbacks=\[Callback"),
-        ({"callbacks": CSVLogger("x")}, r"callbacks=CSVLogger\(\.\.\.\) .*write logger=\[CSVLogger"),
-        ({"callbacks": [EarlyStopping]}, r"callbacks=EarlyStopping is a class; write callbacks=\[EarlyStopping\(\)\]"),
-        ({"callbacks": "early_stopping"}, r"callbacks='early_stopping' .*write e\.g\. callbacks=\[EarlyStopping\(\)\]"),
-        ({"callbacks": [Keeping(), Keeping()]}, r"callbacks=Keeping: 2 callbacks would keep .*property state_key"),
+        (
+            {"callbacks": [pl.Callback()]},
+            r"callbacks=Callback\(\.\.\.\) .*write client_callbacks=\[Callback",
+        ),
+        (
+            {"callbacks": CSVLogger("x")},
+            r"callbacks=CSVLogger\(\.\.\.\) .*write logger=\[CSVLogger",
+        ),
+        (
+            {"callbacks": [EarlyStopping]},
+            r"callbacks=EarlyStopping is a class; write callbacks=\[EarlyStopping\(\)\]",
+        ),
+        (
+            {"callbacks": "early_stopping"},
+            r"callbacks='early_stopping' .*write e\.g\. callbacks=\[EarlyStopping\(\)\]",
+        ),
+        (
+            {"callbacks": [Keeping(), Keeping()]},
+            r"callbacks=Keeping: 2 callbacks would keep .*property state_key",
+        ),
         ({"client_callbacks": [EarlyStopping()]}, r"write callbacks=\[EarlyStopping\(\.\.\.\)\]"),
-        ({"client_callbacks": pl.Callback}, r"callbacks=Callback is a class; write client_callbacks=\[Callback\(\)"),
+        (
+            {"client_callbacks": pl.Callback},
+            r"callbacks=Callback is a class; write client_callbacks=\[Callback\(\)",
+        ),
         ({"evaluations": [Geometry]}, r"write evaluations=\[Geometry\(EvaluationOptions\(\)\)\]"),
         ({"evaluations": ["knn"]}, r"evaluations='knn' is not possible"),
-        ({"evaluation": Geometry(EvaluationOptions())}, r"evaluation=Geometry\(\.\.\.\) .*write evaluations=\["),
-        ({"evaluation": "knn"}, r"evaluation='knn' is not possible; write evaluation=EvaluationOptions"),
+        (
+            {"evaluation": Geometry(EvaluationOptions())},
+            r"evaluation=Geometry\(\.\.\.\) .*write evaluations=\[",
+        ),
+        (
+            {"evaluation": "knn"},
+            r"evaluation='knn' is not possible; write evaluation=EvaluationOptions",
+        ),
         ({"logger": "csv"}, r"logger='csv' is not possible; write e\.g\. logger=True"),
         ({"logger": [CSVLogger]}, r"logger=CSVLogger is a class"),
         ({"engine": "rai"}, r"engine='rai' is not known.*ray"),
-        ({"engine": 3}, r'engine=3 is not possible; write engine=EngineOptions\('),
+        ({"engine": 3}, r"engine=3 is not possible; write engine=EngineOptions\("),
         ({"regularizer": "fedpox"}, r"regularizer='fedpox' is not known; did you mean fedprox"),
-        ({"regularizer": FedProx}, r"regularizer=FedProx is not possible; write regularizer=FedProx\(\)"),
+        (
+            {"regularizer": FedProx},
+            r"regularizer=FedProx is not possible; write regularizer=FedProx\(\)",
+        ),
         ({"aggregate": "medain"}, r"aggregate='medain' is not known; did you mean median"),
         ({"aggregate": Median}, r"aggregate=Median is a class of a rule; write rule=Median"),
         ({"privacy": 1.0}, r"privacy=1\.0 is not possible; write privacy=PrivacyOptions"),
         ({"aggregate": "krum"}, r"min_clients=1; write min_clients=5"),
     ],
-)  # fmt: skip
+)
 def test_an_argument_that_is_not_possible_is_refused_by_name(
     settings: dict[str, Any], message: str
 ) -> None:
@@ -166,17 +210,32 @@ def test_words_stand_for_objects_with_their_usual_settings() -> None:
         ((data(), model()), r"given the images first; write fit\(model, data\)"),
         (((IMAGES, LABELS), model()), r"given the images first; write fit\(model, data\)"),
         ((SimCLR, data()), r"given the class SimCLR; write fit\(SimCLR\(resnet18\(\)\), data\)"),
-        ((resnet10(width=4), data()), r"given a ResNet, which is not an SSLMethod; write e\.g\. fit\(SimCLR\(net"),
-        ((SSLMethod(resnet10(width=4)), data()), r"SSLMethod has no loss of its own; write def loss\(self, batch, z\)"),
+        (
+            (resnet10(width=4), data()),
+            r"given a ResNet, which is not an SSLMethod; write e\.g\. fit\(SimCLR\(net",
+        ),
+        (
+            (SSLMethod(resnet10(width=4)), data()),
+            r"SSLMethod has no loss of its own; write def loss\(self, batch, z\)",
+        ),
         ((model(), FederatedDataModule), r"given FederatedDataModule as images"),
-        ((model(), DataLoader(TensorDataset(PIXELS))), r"given DataLoader as images; write fit\(model, FederatedData"),
+        (
+            (model(), DataLoader(TensorDataset(PIXELS))),
+            r"given DataLoader as images; write fit\(model, FederatedData",
+        ),
         ((model(), pl.LightningDataModule()), r"given LightningDataModule as images"),
         ((model(), None), r"source is NoneType; give a name"),
-        ((model(), data(IMAGES[..., 0])), r"1 channel \(1 x 16 x 16\), .*takes 3 channels\); .*resnet18\(channels=1\)"),
-        ((model(resnet10(width=4, channels=1)), data()), r"3 channels .*takes 1 channels.* resnet18\(channels=3\)"),
+        (
+            (model(), data(IMAGES[..., 0])),
+            r"1 channel \(1 x 16 x 16\), .*takes 3 channels\); .*resnet18\(channels=1\)",
+        ),
+        (
+            (model(resnet10(width=4, channels=1)), data()),
+            r"3 channels .*takes 1 channels.* resnet18\(channels=3\)",
+        ),
     ],
-)  # fmt: skip
-def test_what_fit_is_given_wrongly_is_said_before_the_first_round(
+)
+def test_wrong_arguments_of_fit_are_refused_before_the_first_round(
     tmp_path: Path, given: tuple[Any, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -276,7 +335,7 @@ def test_a_number_of_torch_or_numpy_in_the_row_is_a_number(tmp_path: Path, value
     assert (seen[-1] == 2.0) == (expected == 2.0)
 
 
-def test_what_is_no_number_in_the_row_is_refused_with_its_key_and_nothing_is_saved(
+def test_a_value_in_the_row_that_is_not_a_number_is_refused_with_its_key_and_not_saved(
     tmp_path: Path,
 ) -> None:
     message = (
@@ -286,7 +345,7 @@ def test_what_is_no_number_in_the_row_is_refused_with_its_key_and_nothing_is_sav
         trainer(tmp_path, callbacks=Adding(torch.zeros(3))).fit(model(), data())
     assert not (tmp_path / "checkpoints").exists()
     one = trainer(tmp_path, callbacks=Adding(1.0))
-    one.fit(model(), data())  # It goes on as if nothing had been.
+    one.fit(model(), data())  # It resumes as if nothing had happened.
     assert one.history[0]["mine"] == 1.0
 
 
@@ -323,14 +382,14 @@ def test_a_state_that_does_not_fit_in_json_is_refused_with_the_callback_and_the_
 
 class Told(RoundCallback):
     def __init__(self) -> None:
-        self.told: list[BaseException] = []
+        self.exceptions: list[BaseException] = []
 
     def on_exception(self, trainer: FederatedTrainer, exception: BaseException) -> None:
-        self.told.append(exception)
+        self.exceptions.append(exception)
 
 
 @pytest.mark.parametrize("hook", ["setup", "load_state_dict", "on_fit_start", "on_exception"])
-def test_a_callback_that_raises_does_not_keep_others_from_being_told(
+def test_a_callback_that_raises_does_not_keep_the_exception_from_others(
     tmp_path: Path, hook: str
 ) -> None:
     def fail(*_: Any) -> None:
@@ -342,14 +401,14 @@ def test_a_callback_that_raises_does_not_keep_others_from_being_told(
     one = trainer(tmp_path, callbacks=[before, failing, stopping], logger=True)
     with pytest.raises(RuntimeError, match="mine"):
         one.fit(model(), data())
-    assert len(before.told) == 1
+    assert len(before.exceptions) == 1
     delattr(failing, hook)
     failing.value = stopping.value = 1.0
     one.fit(model(), data())
     assert len(one.history) == 1
 
 
-def test_early_stopping_says_when_its_number_was_never_there(tmp_path: Path) -> None:
+def test_early_stopping_reports_a_metric_that_never_appeared(tmp_path: Path) -> None:
     watching = Watching()
     trainer(tmp_path, callbacks=[EarlyStopping("knn_top2"), watching]).fit(model(), data())
     assert any(
@@ -383,7 +442,7 @@ class Telling(SimCLR):
     value: Any = None
 
     def round_metrics(self) -> dict[str, Any]:
-        return {"told": self.value}
+        return {"metric": self.value}
 
 
 class Bare(SimCLR):
@@ -406,9 +465,9 @@ def test_what_methods_and_evaluations_return_is_numbers(tmp_path: Path) -> None:
     measuring.found = {"mine": torch.tensor(3.0)}
     one = trainer(tmp_path / "one", evaluation=True, evaluations=measuring)
     one.fit(telling, data())
-    assert (one.history[0]["told"], one.history[0]["mine"]) == (2.0, 3.0)
+    assert (one.history[0]["metric"], one.history[0]["mine"]) == (2.0, 3.0)
     telling.value = torch.ones(3)
-    with pytest.raises(UserError, match=r"round_metrics\(\) has 'told': .*not one number"):
+    with pytest.raises(UserError, match=r"round_metrics\(\) has 'metric': .*not one number"):
         trainer(tmp_path / "two").fit(telling, data())
     measuring.found = 3
     with pytest.raises(UserError, match=r"Measuring\.measure returns 3; return a dict"):
@@ -425,12 +484,12 @@ def test_a_folder_of_another_network_of_the_same_class_is_refused(tmp_path: Path
         trainer(tmp_path).fit(model(wider), data())
 
 
-def test_precisions_and_callbacks_that_a_client_cannot_have_are_refused_when_the_trainer_is_made() -> (
-    None
-):
+def test_unsupported_precisions_and_client_callbacks_are_refused_by_the_constructor() -> None:
     assert [FederatedTrainer(precision=short).precision for short in (32, "32", "bf16")] == [
-        "32-true", "32-true", "bf16-mixed",
-    ]  # fmt: skip
+        "32-true",
+        "32-true",
+        "bf16-mixed",
+    ]
     for wrong in ("64-true", "16-true", "half", True):
         with pytest.raises(UserError, match=r"precision=.* write auto or 32-true"):
             FederatedTrainer(precision=wrong)

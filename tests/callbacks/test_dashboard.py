@@ -151,8 +151,10 @@ def test_settings_are_columns_to_sort_a_sweep_by(events: EventAccumulator) -> No
         content(events, "_hparams_/session_start_info")
     ).session_start_info.hparams
     assert {key: start[key].string_value for key in ("Data", "FedX", "Method")} == {
-        "Data": "cifar10", "FedX": "true", "Method": "fedu",
-    }  # fmt: skip
+        "Data": "cifar10",
+        "FedX": "true",
+        "Method": "fedu",
+    }
     assert (start["Rounds"].number_value, start["Seed"].number_value) == (2, 0)
     assert start["backbone.width"].number_value == 4
     experiment = HParamsPluginData.FromString(content(events, "_hparams_/experiment")).experiment

@@ -17,12 +17,15 @@ def at(*degrees: float) -> torch.Tensor:
 
 
 def test_neighbors_are_sorted_by_angle_and_queries_are_one_of_each_class() -> None:
-    """Points at 0, 10, 90 and 95 degrees: seen from 0 the order is 10, 90, 95; seen from 90 it is 95, 10, 0."""
+    """Points lie at 0, 10, 90 and 95 degrees.
+
+    Seen from 0 the order is 10, 90, 95; seen from 90 it is 95, 10, 0.
+    """
     found = pictures.nearest_neighbors(at(0, 10, 90, 95), np.array([4, 4, 7, 7]))
     assert found.tolist() == [[0, 1, 2, 3], [2, 3, 1, 0]]
 
 
-def test_without_labels_the_first_images_ask() -> None:
+def test_without_labels_the_first_images_are_the_queries() -> None:
     assert pictures.nearest_neighbors(at(0, 10, 90), None)[:, 0].tolist() == [0, 1, 2]
     assert pictures.nearest_neighbors(at(0, 10, 90), np.array([-1, -1, -1]))[:, 0].tolist() == [
         0,

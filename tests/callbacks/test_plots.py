@@ -92,14 +92,14 @@ def test_curves_skip_rounds_that_were_not_evaluated():
     assert to_hex(untrained.get_color()) == to_hex(lines["kNN"].get_color())
 
 
-def test_curves_of_nothing_say_so():
+def test_a_figure_without_curves_says_so():
     (axes,) = curves([], None).axes
     assert [text.get_text() for text in axes.texts] == ["not evaluated"]
 
 
 @pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3), (224, 3)])
 def test_view_grid_puts_the_two_views_of_an_image_side_by_side(size, channels):
-    """Image i has the grey value 20 (i + 1) in its first view and 20 (i + 1) + 10 in its second."""
+    """Image i has the gray value 20 (i + 1) in its first view and 20 (i + 1) + 10 in its second."""
     values = torch.arange(1, 6).float().mul(20).view(-1, 1, 1, 1).expand(5, channels, size, size)
     first, second = values / 255, (values + 10) / 255
     mean, std = [0.5] * channels, [0.25] * channels

@@ -195,9 +195,11 @@ def test_a_duration_never_has_sixty_seconds(seconds: float, text: str) -> None:
 def test_the_numbers_of_an_evaluation_have_plain_names() -> None:
     """The kind is in the name of some already; two kinds have a `rankme`."""
     found = {
-        "linear": {"linear_top1": 41.5}, "knn": {"knn_top1": 30.0, "rankme": 2.0},
-        "semi": {"0.01": {"labels": 25, "top1": 20.0}}, "geometry": {"rankme": 3.0},
-    }  # fmt: skip
+        "linear": {"linear_top1": 41.5},
+        "knn": {"knn_top1": 30.0, "rankme": 2.0},
+        "semi": {"0.01": {"labels": 25, "top1": 20.0}},
+        "geometry": {"rankme": 3.0},
+    }
     output = io.StringIO()
     Console(file=output, width=100).print(evaluations(found))
     names = [

@@ -12,8 +12,14 @@ import pytest
 
 from fedx_pl.cli import completion
 
-KEYS = ("federation.clients=", "federation.rounds=", "federation.epochs=", "federation.fraction=",
-        "federation.min_clients=", "federation.batchnorm=")  # fmt: skip
+KEYS = (
+    "federation.clients=",
+    "federation.rounds=",
+    "federation.epochs=",
+    "federation.fraction=",
+    "federation.min_clients=",
+    "federation.batchnorm=",
+)
 
 
 @pytest.fixture(scope="module")

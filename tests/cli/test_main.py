@@ -77,7 +77,7 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--help"], 0, "fedx-pl train data=cifar10"),
         ([], 2, "fedx-pl train data=cifar10"),
@@ -120,7 +120,7 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
     ],
 )
 def test_help_and_mistakes_in_the_command_need_no_torch(
-    arguments: list[str], code: int, told: str
+    arguments: list[str], code: int, message: str
 ) -> None:
     heavy = (
         "sorted({'torch', 'pytorch_lightning', 'lightly', 'rich', 'omegaconf'} & set(sys.modules))"
@@ -137,12 +137,12 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
         check=False,
     )
     assert done.returncode == code
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["train", "--help"], 0, "keys of method=fedu"),
         (["train", "federation.ronds=2"], 2, "did you mean federation.rounds?"),
@@ -150,7 +150,7 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
         (["sweep", "tabel1"], 2, "there is no experiment tabel1; did you mean table1?"),
     ],
 )
-def test_mistakes_in_keys_need_no_torch(arguments: list[str], code: int, told: str) -> None:
+def test_mistakes_in_keys_need_no_torch(arguments: list[str], code: int, message: str) -> None:
     script = """import atexit, runpy, sys
 atexit.register(lambda: print(sorted({'torch', 'pytorch_lightning'} & set(sys.modules))))
 runpy.run_module("fedx_pl", run_name="__main__")"""
@@ -162,7 +162,7 @@ runpy.run_module("fedx_pl", run_name="__main__")"""
         check=False,
     )
     assert done.returncode == code
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 

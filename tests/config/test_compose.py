@@ -108,7 +108,8 @@ def test_paths_may_hold_any_character() -> None:
         (["profile=big"], "profile=big is not known; type one of cpu, mini, paper, auto"),
         (
             ["method=dino"],
-            "method=dino is not known; type one of simclr, moco, byol, protocl, fedu; or give your own",
+            "method=dino is not known; type one of simclr, moco, byol, protocl, fedu; "
+            "or give your own",
         ),
         (["method=byo"], "did you mean method=byol"),
         (["method=no.such.module:Thing"], "cannot import no.such.module"),
@@ -123,7 +124,8 @@ def test_paths_may_hold_any_character() -> None:
         (["fedx=maybe"], "fedx.enabled=maybe is neither true nor false; type fedx.enabled=true"),
         (
             ["federation=3"],
-            "federation is a group of keys and has no value of its own; type e.g. federation.clients=",
+            "federation is a group of keys and has no value of its own; "
+            "type e.g. federation.clients=",
         ),
         (["name=[a]"], "name=[a] is not a single text"),
         (["fast"], "type key=value"),
@@ -384,7 +386,10 @@ def test_a_preset_gives_the_probe_its_values_and_own_keys_win() -> None:
 
 
 def test_the_size_of_images_is_recorded_only_where_it_is_used() -> None:
-    """Profiles choose one for folders; CIFAR-10 has its own. Results that recorded one are found under their names."""
+    """Profiles choose a size for folders; CIFAR-10 has a fixed one.
+
+    Results that recorded a size are still found under their names.
+    """
     small = compose(["profile=mini"])
     assert small.data.image_size == 0
     assert "image_size" not in small.content()["data"]

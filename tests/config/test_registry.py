@@ -1,4 +1,4 @@
-"""Parts of one's own by their name on the command line: one of every kind, from outside the package."""
+"""User-defined parts of every kind, named on the command line as ``module:Class``."""
 
 import csv
 import json
@@ -51,8 +51,9 @@ class Shrinking(Mixin):
 
 
 def network(channels, image_size, hidden: int = 6):
-    """A backbone that does not tell how many features it has."""
-    layers = [nn.Conv2d(channels, hidden, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    """A backbone without an attribute for its number of features."""
+    convolution = nn.Conv2d(channels, hidden, 3, stride=4)
+    layers = [convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
 
 
@@ -68,13 +69,14 @@ def squares(options, report, count: int = 60):
 
 @dataclass(frozen=True)
 class InTurns(Partition):
-    """Images go to clients in turns."""
+    """Deals images to clients in turn."""
 
     first: int = 0
 
     def deal(self, data, seed):
         rows = np.arange(len(data.train.images))
-        return [rows[(rows + self.first) % self.clients == client] for client in range(self.clients)]
+        owners = (rows + self.first) % self.clients
+        return [rows[owners == client] for client in range(self.clients)]
 
 
 class Doubled(FedAvg):
@@ -121,14 +123,31 @@ class Other:
 '''
 
 WORDS = [
-    "data=parts_of_mine:squares", "data.count=80", "method=parts_of_mine:Method", "method.scale=2",
-    "mixins=[parts_of_mine:Shrinking]", "method.shrink=0.5", "backbone=parts_of_mine:network", "backbone.hidden=5",
-    "partition=parts_of_mine:InTurns", "partition.first=1", "aggregate=parts_of_mine:Doubled", "aggregate.factor=3",
-    "regularizer=parts_of_mine:Decay", "regularizer.strength=0.25", "engine=parts_of_mine:Reversed",
-    "evaluation.also=[parts_of_mine:Brightness]", "logger=[parts_of_mine:Lines,csv]",
-    "callbacks=[parts_of_mine:Count]", "federation.clients=3", "federation.rounds=2", "federation.epochs=1",
-    "optim.batch_size=8", "evaluation.linear.epochs=2", "run.threads=1",
-]  # fmt: skip
+    "data=parts_of_mine:squares",
+    "data.count=80",
+    "method=parts_of_mine:Method",
+    "method.scale=2",
+    "mixins=[parts_of_mine:Shrinking]",
+    "method.shrink=0.5",
+    "backbone=parts_of_mine:network",
+    "backbone.hidden=5",
+    "partition=parts_of_mine:InTurns",
+    "partition.first=1",
+    "aggregate=parts_of_mine:Doubled",
+    "aggregate.factor=3",
+    "regularizer=parts_of_mine:Decay",
+    "regularizer.strength=0.25",
+    "engine=parts_of_mine:Reversed",
+    "evaluation.also=[parts_of_mine:Brightness]",
+    "logger=[parts_of_mine:Lines,csv]",
+    "callbacks=[parts_of_mine:Count]",
+    "federation.clients=3",
+    "federation.rounds=2",
+    "federation.epochs=1",
+    "optim.batch_size=8",
+    "evaluation.linear.epochs=2",
+    "run.threads=1",
+]
 
 
 @pytest.fixture
@@ -166,15 +185,15 @@ def test_one_of_every_kind_from_outside_trains_from_the_command_line(
     assert not (run / "tensorboard").exists()
     split = json.loads((run / "split.json").read_text())["clients"]
     assert split == [[r for r in range(40) if (r + 1) % 3 == client] for client in range(3)]
-    told = yaml.safe_load((run / "config.yaml").read_text())
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
     assert (
-        told["partition"]["first"],
-        told["aggregate"]["factor"],
-        told["backbone"]["hidden"],
+        recorded["partition"]["first"],
+        recorded["aggregate"]["factor"],
+        recorded["backbone"]["hidden"],
     ) == (1, 3.0, 5)
     assert "parts_of_mine" in json.loads((run / "code.json").read_text())["modules"]
 
-    # The same command goes on, a changed setting of a part is refused, and so is changed code.
+    # The same command resumes; a changed setting of a part is refused.
     assert main(["train", *WORDS, f"run.dir={run}"]) == 0
     assert main(["train", *WORDS, f"run.dir={run}", "regularizer.strength=0.5"]) == 2
     assert "regularizer.strength: 0.25 -> 0.5" in capsys.readouterr().err
@@ -190,10 +209,10 @@ def test_one_of_every_kind_from_outside_trains_from_the_command_line(
     assert Encoder.of(run, allow_code=True).backbone[0].out_channels == 5
 
 
-def test_a_run_on_images_of_one_s_own_is_where_a_sweep_and_a_dry_run_look_for_it(
+def test_a_sweep_and_a_dry_run_find_a_run_on_user_defined_images(
     parts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the images are like is known only when they are loaded; the folder's name does not depend on it."""
+    """The folder's name does not depend on what is known only once the images are loaded."""
     monkeypatch.chdir(parts)
     words = [word for word in WORDS if word.startswith(("data", "federation", "run", "backbone"))]
     words += [
@@ -241,7 +260,7 @@ def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(
 def test_the_encoder_of_a_run_that_names_code_imports_none(
     quick: list[str], modules: Path, key: str
 ) -> None:
-    """In a process of its own, as a stranger's folder is exported."""
+    """Exports in a separate process, as for a folder from somebody else."""
     run = modules / "run"
     assert main(["train", *quick, f"run.dir={run}"]) == 0
     (modules / "evil.py").write_text("print('IMPORTED')\ndef f(): ...\n")
@@ -286,7 +305,7 @@ def _typed(kind: registry.Kind) -> str:
     }.get(kind.key, f"{kind.key}=")
 
 
-def test_a_part_that_is_not_there_is_explained(parts: Path) -> None:
+def test_the_error_for_a_missing_part_explains_how_to_name_one(parts: Path) -> None:
     with pytest.raises(
         UserError, match=r"callbacks=\[counting\] is not known.* callbacks=\[package.module:Class\]"
     ):
@@ -310,7 +329,7 @@ class Stopping(RoundCallback):
 
 
 def test_a_callback_is_not_part_of_what_a_run_is(quick: list[str], modules: Path) -> None:
-    """Without it, the run goes on."""
+    """The run can be resumed without the callback."""
     (modules / "watchful.py").write_text(STOPPING)
     run = modules / "run"
     assert main(["train", *quick, "callbacks=[watchful:Stopping]", f"run.dir={run}"]) == 0
@@ -354,11 +373,17 @@ def asking(channels, depth, width: int = 3): ...
 @pytest.mark.parametrize(
     "word",
     [
-        "method=broken:Method", "callbacks=[broken:Callback]", "logger=[broken:Logger]", "engine=broken:Engine",
-        "evaluation.also=[broken:Measure]", "regularizer=broken:Pull", "partition=broken:Deal",
-        "backbone=broken:network", "data=broken:images",
+        "method=broken:Method",
+        "callbacks=[broken:Callback]",
+        "logger=[broken:Logger]",
+        "engine=broken:Engine",
+        "evaluation.also=[broken:Measure]",
+        "regularizer=broken:Pull",
+        "partition=broken:Deal",
+        "backbone=broken:network",
+        "data=broken:images",
     ],
-)  # fmt: skip
+)
 def test_a_part_that_raises_when_it_is_made_is_named_with_its_error(
     quick: list[str], modules: Path, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

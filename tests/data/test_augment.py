@@ -148,7 +148,7 @@ def test_pad_crop_equals_a_reflect_padded_crop_by_hand(height, width, pad):
     u = torch.rand(2, 20, generator=rng())
     flip = torch.arange(20) % 2 == 0
     ours = augment.shift_and_flip(batch, u[0], u[1], pad, flip)
-    # numpy's reflect mode also goes on reflecting when the pad is wider than the image
+    # numpy's reflect mode also keeps reflecting when the pad is wider than the image
     padded = np.pad(batch.numpy(), ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode="reflect")
     for i in range(20):
         top, left = int(u[0, i] * (2 * pad + 1)), int(u[1, i] * (2 * pad + 1))

@@ -1,4 +1,4 @@
-"""FederatedDataModule: of names, arrays and data sets; for a federation or a plain Trainer."""
+"""FederatedDataModule from names, arrays and data sets; for a federation or a plain Trainer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,9 +29,13 @@ CPU = torch.device("cpu")
 
 def trainer(epochs: int = 1) -> pl.Trainer:
     return pl.Trainer(
-        max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu",
-    )  # fmt: skip
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
 
 
 def test_a_named_set_is_loaded_and_dealt(tiny_root: Path) -> None:
@@ -148,40 +152,82 @@ TEN = (IMAGES[:10], LABELS[:10])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": (IMAGES / 255, LABELS)}, r"float64 .* e\.g\. \(images \* 255\)\.round\(\)\.astype\(np\.uint8\)"),
+        (
+            {"source": (IMAGES / 255, LABELS)},
+            r"float64 .* e\.g\. \(images \* 255\)\.round\(\)\.astype\(np\.uint8\)",
+        ),
         ({"source": (IMAGES.astype(int), LABELS)}, r"int64 .*images\.astype\(np\.uint8\)"),
         ({"source": (IMAGES[0, 0], LABELS)}, r"uint8 \(16, 3, 1\)|uint8 \(16, 3\)"),
-        ({"source": (IMAGES.transpose(0, 3, 1, 2), LABELS)}, r"channels first.*images\.transpose\(0, 2, 3, 1\)"),
-        ({"source": (IMAGES, LABELS[:9])}, r"labels are \(9,\) for 48 images; give one for each, \(48,\)"),
-        ({"source": (IMAGES, np.eye(4)[LABELS])}, r"labels are \(48, 4\) .*labels\.argmax\(axis=1\)"),
+        (
+            {"source": (IMAGES.transpose(0, 3, 1, 2), LABELS)},
+            r"channels first.*images\.transpose\(0, 2, 3, 1\)",
+        ),
+        (
+            {"source": (IMAGES, LABELS[:9])},
+            r"labels are \(9,\) for 48 images; give one for each, \(48,\)",
+        ),
+        (
+            {"source": (IMAGES, np.eye(4)[LABELS])},
+            r"labels are \(48, 4\) .*labels\.argmax\(axis=1\)",
+        ),
         ({"source": (IMAGES, LABELS * 1.0)}, r"labels are float64; give integers from 0"),
         ({"source": (IMAGES, LABELS.astype(str))}, r"labels are <U\d+; give integers from 0"),
         ({"source": (IMAGES, LABELS - 5)}, r"labels begin with -5; give integers from 0"),
         ({"source": (IMAGES[:0], LABELS[:0])}, r"there are none; give at least one"),
-        ({"source": TEN, "test": (IMAGES[..., :1], LABELS)}, r"test images are \(16, 16, 1\) and the training images"),
-        ({"source": TEN, "test": (IMAGES[:, :8, :8], LABELS)}, r"test images are \(8, 8, 3\) and the training images"),
+        (
+            {"source": TEN, "test": (IMAGES[..., :1], LABELS)},
+            r"test images are \(16, 16, 1\) and the training images",
+        ),
+        (
+            {"source": TEN, "test": (IMAGES[:, :8, :8], LABELS)},
+            r"test images are \(8, 8, 3\) and the training images",
+        ),
         ({"source": TEN, "test": (IMAGES, None)}, r"the test images have no labels"),
         ({"source": (IMAGES, None), "test": TEN}, r"the training images have no labels"),
         ({"source": TEN, "test": (IMAGES, LABELS * 1.0)}, r"the test labels are float64"),
-        ({"source": (IMAGES, LABELS * 10**6)}, r"labels go up to 3000000; give integers from 0 without gaps"),
-        ({"source": TEN, "mean": [120, 120, 120]}, r"mean=\[120, 120, 120\] .*numbers in 0\.\.1: divide"),
-        ({"source": TEN, "mean": 0.5}, r"mean=\[0\.5\] is not possible; write 3 numbers, one per channel"),
+        (
+            {"source": (IMAGES, LABELS * 10**6)},
+            r"labels go up to 3000000; give integers from 0 without gaps",
+        ),
+        (
+            {"source": TEN, "mean": [120, 120, 120]},
+            r"mean=\[120, 120, 120\] .*numbers in 0\.\.1: divide",
+        ),
+        (
+            {"source": TEN, "mean": 0.5},
+            r"mean=\[0\.5\] is not possible; write 3 numbers, one per channel",
+        ),
         ({"source": TEN, "std": "0.5"}, r"std=\('0', '\.', '5'\) is not possible"),
-        ({"source": TEN, "augment": "simclr"}, r"augment='simclr' is not possible; write augment=AugmentOptions"),
+        (
+            {"source": TEN, "augment": "simclr"},
+            r"augment='simclr' is not possible; write augment=AugmentOptions",
+        ),
         ({"source": TEN, "loader": print}, r"loader= is for a data set by its name"),
-        ({"source": TEN, "partition": IID(clients=2.5)}, r"clients=2\.5 is not possible; .* e\.g\. clients=10"),
-        ({"source": TEN, "partition": Partition()}, r"partition=Partition must define deal\(data, seed\)"),
+        (
+            {"source": TEN, "partition": IID(clients=2.5)},
+            r"clients=2\.5 is not possible; .* e\.g\. clients=10",
+        ),
+        (
+            {"source": TEN, "partition": Partition()},
+            r"partition=Partition must define deal\(data, seed\)",
+        ),
         ({"source": TEN, "limit": 5}, r"limit=5 is for a data set by its name; give fewer images"),
         ({"source": "cifar10", "test": TEN}, r"test= is for arrays and data sets"),
-        ({"source": TEN, "partition": "iid"}, r"partition='iid' is not a Partition; write .*IID\(clients=10\)"),
-        ({"source": TEN, "batch_size": 2.5}, r"batch_size=2\.5 is not possible; write a whole number of at least 2"),
+        (
+            {"source": TEN, "partition": "iid"},
+            r"partition='iid' is not a Partition; write .*IID\(clients=10\)",
+        ),
+        (
+            {"source": TEN, "batch_size": 2.5},
+            r"batch_size=2\.5 is not possible; write a whole number of at least 2",
+        ),
         ({"source": TEN, "seed": -1}, r"seed=-1 is not possible"),
         ({"source": 3}, r"source is int; give a name"),
         ({"source": Dataset}, r"source is <class .*give a name"),
         ({"source": []}, r"source is an empty list; give one data set per client"),
     ],
-)  # fmt: skip
-def test_what_is_wrong_with_arrays_is_said_with_what_to_give(
+)
+def test_wrong_arrays_are_refused_with_what_to_give_instead(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -245,12 +291,21 @@ SQUARE = torch.zeros(3, 8, 8)
 @pytest.mark.parametrize(
     ("clients", "message"),
     [
-        ([[SQUARE], [SQUARE - 1.5]], r"item 0 of client 1 has values from -1\.5 to -1\.5; .*without Normalize"),
+        (
+            [[SQUARE], [SQUARE - 1.5]],
+            r"item 0 of client 1 has values from -1\.5 to -1\.5; .*without Normalize",
+        ),
         ([[SQUARE + 200]], r"item 0 of client 0 has values from 200 to 200; return bytes"),
         ([[SQUARE * torch.nan]], r"values from nan to nan"),
         ([[SQUARE.long()]], r"item 0 of client 0 is of torch\.int64; return bytes \(uint8\)"),
-        ([[SQUARE], [SQUARE[:, :4]]], r"item 0 of client 1 .*\(4, 8, 3\), the first one .*\(8, 8, 3\).*Resize"),
-        ([[{"image": SQUARE, "label": 1}]], r"item 0 of client 0 is a dict of image, label; return \(image, label\)"),
+        (
+            [[SQUARE], [SQUARE[:, :4]]],
+            r"item 0 of client 1 .*\(4, 8, 3\), the first one .*\(8, 8, 3\).*Resize",
+        ),
+        (
+            [[{"image": SQUARE, "label": 1}]],
+            r"item 0 of client 0 is a dict of image, label; return \(image, label\)",
+        ),
         ([[(SQUARE, 1, "name")]], r"item 0 of client 0 has 3 parts"),
         ([[(SQUARE, "cat")]], r"item 0 of client 0 has the label 'cat'; return an integer"),
         ([[(SQUARE, 0.5)]], r"item 0 of client 0 has the label 0\.5"),
@@ -262,10 +317,14 @@ SQUARE = torch.zeros(3, 8, 8)
         ([Stream()], r"client 0 is a Stream, which has no length .*list\(dataset\)"),
         ([Unsized()], r"client 0 is a Unsized, which has no length"),
         ([DataLoader([SQUARE])], r"client 0 is a DataLoader; give its data set, loader\.dataset"),
-        ([TEN, TEN], r"client 0 is a tuple of 2, not a data set; give e\.g\. torch\.utils\.data\.TensorDataset"),
+        (
+            [TEN, TEN],
+            r"client 0 is a tuple of 2, not a data set; "
+            r"give e\.g\. torch\.utils\.data\.TensorDataset",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_wrong_with_a_client_s_data_set_is_said_with_the_item(
+)
+def test_a_wrong_data_set_of_a_client_is_refused_with_the_item(
     clients: list[Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -308,12 +367,12 @@ class Mine(Partition):
         (IID(clients=0), r"^clients=0 is not possible; .* e\.g\. clients=10"),
     ],
 )
-def test_a_split_that_is_none_is_refused_by_name(partition: Partition, message: str) -> None:
+def test_an_invalid_split_is_refused_by_name(partition: Partition, message: str) -> None:
     with pytest.raises(UserError, match=message):
         FederatedDataModule((IMAGES, LABELS), partition=partition).setup()
 
 
-def test_rows_of_a_partition_of_one_s_own_may_be_in_any_order() -> None:
+def test_rows_of_a_user_defined_partition_may_be_in_any_order() -> None:
     data = FederatedDataModule(
         (IMAGES, LABELS), partition=Mine(rows=([5, 1], np.array([0], np.int32)))
     )

@@ -261,7 +261,7 @@ def test_drawing_again_comes_before_moving_images():
 
 
 def lines_run(deal, labels):
-    """How many lines of Python a partition takes, however fast they are."""
+    """The number of Python lines that a partition executes."""
     lines = 0
 
     def count(frame, event, argument):
@@ -290,10 +290,10 @@ def lines_run(deal, labels):
     ],
     ids=["dirichlet", "dirichlet of ten", "classes", "quantity"],
 )
-def test_a_thousand_clients_are_dealt_without_a_look_at_each_image(deal):
-    """What makes it quick on any machine.
+def test_a_split_over_a_thousand_clients_takes_no_loop_over_images(deal):
+    """Python loops over classes and clients, and numpy over images.
 
-    Python loops over classes and clients, and numpy over images.
+    That makes a split fast on any machine.
     """
     labels = np.random.default_rng(0).integers(0, 100, 100_000)
     assert lines_run(deal, labels) < lines_run(deal, labels[:50_000]) + 5000

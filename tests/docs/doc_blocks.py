@@ -32,7 +32,10 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The commands of a shell block as words, without comments; of a console block those after a ``$``."""
+        """The commands of a block as lists of words, without comments.
+
+        In a console block, only lines that begin with ``$`` are commands.
+        """
         return [words for words, _ in self.commands_with_extras]
 
     @property
@@ -87,7 +90,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def needed_extra(text: str) -> str:
-    """The extra that a text marks something with: "needs the `ray` extra", "(extra `ray`)"; empty if none."""
+    """The extra named in a text such as "needs the `ray` extra" or "(extra `ray`)", or ""."""
     found = _EXTRA.search(text)
     return (found[1] or found[2]) if found else ""
 

@@ -1,6 +1,7 @@
-"""Every line of the README and of the docs' first pages, run for real; `test_doc_extras` starts it without any extra.
+"""Runs every line of the README and of the docs' first pages.
 
-A line may fail only if it names the extra that it needs, and then by an error that says how to install that one.
+`test_doc_extras` starts it in an environment without any extra. A line may fail only if it names
+the extra that it needs, and then with an error that says how to install that extra.
 """
 
 import json
@@ -48,9 +49,9 @@ def test_every_line_runs(
             continue
         capsys.readouterr()
         code = cli.main(small(words[1:], tiny_words))
-        told = capsys.readouterr().err
-        assert code == (2 if extra else 0), f"{page.name}: {words}: {told}"
-        assert not extra or install_hint(extra) in told, f"{page.name}: {words}: {told}"
+        error = capsys.readouterr().err
+        assert code == (2 if extra else 0), f"{page.name}: {words}: {error}"
+        assert not extra or install_hint(extra) in error, f"{page.name}: {words}: {error}"
 
 
 @pytest.mark.usefixtures("at_work")

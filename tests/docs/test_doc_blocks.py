@@ -1,8 +1,8 @@
-"""Every block of code in README.md and docs/ does what the page says: it runs, or it is what the program accepts.
+"""Every block of code in README.md and docs/ runs, or is accepted by the program.
 
-Python blocks of a page run in order, in one namespace and in one folder. Federations are shrunk on the way in: words
-get more words, and CIFAR-10 is a tiny one. Commands are read by the real parser and their overrides composed; in
-tutorials they are run as well.
+Python blocks of a page run in order, in one namespace and in one folder. Federations are made
+small by extra overrides and a tiny CIFAR-10. Commands are read by the real parser and their
+overrides are composed; in tutorials they are run as well.
 """
 
 import configparser
@@ -41,21 +41,37 @@ from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.methods.parameters import hyper_parameters
 
 pytestmark = pytest.mark.xdist_group("docs")
-OTHER_PROGRAMS = ("cd", "export", "git", "python", "python3", "ray")  # Of which nothing is checked.
+OTHER_PROGRAMS = (
+    "cd",
+    "export",
+    "git",
+    "python",
+    "python3",
+    "ray",
+)  # Their commands are not checked.
 
 
 @pytest.fixture(scope="module")
 def tiny_words(tiny_root: Path) -> list[str]:
-    """Overrides that make any federation one of seconds."""
+    """Overrides that make any federation run in seconds."""
     return [
-        f"data.root={tiny_root}", "data.verify=false", "data.download=false", "backbone.name=resnet10",
-        "backbone.width=4", "federation.clients=3", "evaluation.linear.epochs=5", f"run.threads={THREADS}",
-    ]  # fmt: skip
+        f"data.root={tiny_root}",
+        "data.verify=false",
+        "data.download=false",
+        "backbone.name=resnet10",
+        "backbone.width=4",
+        "federation.clients=3",
+        "evaluation.linear.epochs=5",
+        f"run.threads={THREADS}",
+    ]
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) -> Path:
-    """A folder with what pages speak of: ``runs/NAME``, ``images/``, ``query.jpg``, experiments, a method."""
+    """A folder with the files that pages mention.
+
+    These are ``runs/NAME``, ``images/``, ``query.jpg``, experiments and a method.
+    """
     folder = tmp_path_factory.mktemp("workshop")
     words = [
         "train",
@@ -88,14 +104,17 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_words: list[str]) ->
 def at_work(
     workshop: Path, tiny_root: Path, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """In the workshop, with every federation shrunk; modules that pages wrote are forgotten afterwards."""
+    """Runs a test in the workshop, with small federations.
+
+    Modules that pages wrote are removed from ``sys.modules`` afterwards.
+    """
     load = sources.load
 
     def shrunk(words: list[str]) -> Config:
         return compose([*words, *shrink(words, tiny_words)])
 
     def load_tiny(options: DataOptions, *arguments: Any, **others: Any) -> ImageData:
-        if options.name == "cifar10":  # Of which a page says no root, or that of a reader's.
+        if options.name == "cifar10":  # Pages give no root, or a reader's.
             options = replace(options, root=str(tiny_root), verify=False, download=False)
         return load(options, *arguments, **others)
 
@@ -293,8 +312,11 @@ def test_blocks_are_found_in_both_styles(tmp_path: Path) -> None:
     )
     found = blocks_of(page)
     assert [(b.language, b.title, b.exempt, b.line) for b in found] == [
-        ("bash", "", "", 3), ("python", "a.py", "", 10), ("python", "", "because", 15), ("console", "", "", 18),
-    ]  # fmt: skip
+        ("bash", "", "", 3),
+        ("python", "a.py", "", 10),
+        ("python", "", "because", 15),
+        ("console", "", "", 18),
+    ]
     assert found[0].commands == [["fedx-pl", "data", "cifar10"]]
     assert found[3].commands == [["make", "test"]]
 

@@ -1,4 +1,4 @@
-"""The numbers in README.md and experiments/README.md are those of the report, which is made from the result files."""
+"""Numbers in README.md and experiments/README.md equal those in the generated report."""
 
 import re
 
@@ -13,7 +13,11 @@ def cells(line: str) -> list[str]:
 
 
 def main_table(profile: str) -> tuple[dict[tuple[str, str], list[str]], dict[str, list[str]]]:
-    """Of a report: the rows of the main table by (method, variant), and FedX's difference and verdict by method."""
+    """Parses a report.
+
+    Gives the rows of the main table by (method, variant), and FedX's difference and verdict by
+    method.
+    """
     report = (ROOT / "experiments" / "results" / profile / "report.md").read_text()
     accuracies, _, rest = report.partition("## The methods with and without FedX")[2].partition(
         "### Differences"

@@ -1,4 +1,7 @@
-"""The README and the docs' first pages work after the default install: nothing on them needs an extra unsaid."""
+"""The README and the docs' first pages work after the default install.
+
+Whatever needs an extra says so on the page.
+"""
 
 import configparser
 import json
@@ -13,14 +16,16 @@ import pytest
 from doc_blocks import ROOT
 from packaging.requirements import Requirement
 
-# Read by every Python that is started with its folder on PYTHONPATH, so that children refuse the same.
+# A sitecustomize module: child processes read it, too, since its folder is on PYTHONPATH.
 HOOK = """
 import importlib.machinery, sys
 REFUSED = frozenset({refused})
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        return None if fullname.partition(".")[0] in REFUSED else super().find_spec(fullname, path, target)
+        if fullname.partition(".")[0] in REFUSED:
+            return None
+        return super().find_spec(fullname, path, target)
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
 """
 
@@ -56,9 +61,9 @@ def closure(requirements: list[str]) -> set[str]:
 
 
 def modules_of_extras(*installed: str) -> set[str]:
-    """Top-level modules that only other extras than the installed ones bring.
+    """Top-level modules that come only with extras other than the installed ones.
 
-    Those that carry the test itself are not among them.
+    Modules that the test itself needs are left out.
     """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -87,7 +92,7 @@ def environment_without(modules: set[str], folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def test_what_only_extras_bring_is_known() -> None:
+def test_modules_that_come_only_with_extras() -> None:
     refused = modules_of_extras()
     assert not {"numpy", "torch", "pandas", "pytest", "rich", "fedx_pl", "packaging"} & refused
     for module in ("flwr", "ray", "onnx", "onnxscript", "pyarrow", "dp_accounting", "mkdocs"):
@@ -110,7 +115,12 @@ def test_the_first_pages_run_without_extras(tmp_path: Path) -> None:
     ]
     done = subprocess.run(
         [*command, str(ROOT / "tests" / "docs" / "first_pages.py")],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
     if done.returncode:
         pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])

@@ -1,4 +1,4 @@
-"""The notebook of examples/ runs from its first cell to its last on real CIFAR-10, and is small enough to look at."""
+"""The notebook of examples/ runs as a whole on real CIFAR-10, and is small enough to read."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_the_notebook_is_small_and_was_run_in_order() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("docs")
 def test_the_notebook_learns_on_cifar10(tmp_path: Path) -> None:
-    """In a folder of its own: a finished run in the repository's would only be read."""
+    """Runs in a new folder: a finished run in the repository would be read, not trained."""
     (ROOT / "data").mkdir(exist_ok=True)
     (tmp_path / "data").symlink_to(ROOT / "data")
     (tmp_path / "examples").mkdir()

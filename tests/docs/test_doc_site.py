@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docs")]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` does it, with the `docs` extra only; a stale link, anchor or page is an error."""
+    """The site, built as `make docs` does, with the `docs` extra only.
+
+    A stale link, anchor or page is an error.
+    """
     folder = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -55,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Resources(HTMLParser):
-    """Collects what a browser fetches to show a page; links that a reader follows are not among it."""
+    """Collects the files that a browser fetches to show a page, but no links."""
 
     def __init__(self) -> None:
         super().__init__()

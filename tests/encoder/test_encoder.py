@@ -428,7 +428,7 @@ def test_a_backbone_that_the_method_brings_is_announced_exported_and_embeds(
     assert "mine.py changed since" in capsys.readouterr().out
 
 
-def test_a_method_of_one_s_own_with_the_given_backbone_is_exported_without_its_code(
+def test_a_user_defined_method_with_a_built_in_backbone_is_exported_without_its_code(
     tiny_root: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (modules / "mine.py").write_text(METHOD)

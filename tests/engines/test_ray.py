@@ -320,7 +320,7 @@ def test_without_a_further_try_the_round_continues_without_the_client(
     assert same(weights(result), weights(expected))
 
 
-def test_without_ray_the_user_is_told_what_to_install(
+def test_without_ray_the_error_says_what_to_install(
     quick: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -420,9 +420,12 @@ def test_ctrl_c_ends_all_processes_and_the_run_can_be_resumed(
     folder = tmp_path / "ray"
     # In a session of its own, so that the signal goes to all of its processes, as from a keyboard.
     running = subprocess.Popen(
-        [*command, f"run.dir={folder}"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*command, f"run.dir={folder}"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         wait_for(
             lambda: (folder / "checkpoints" / "round_00002").exists() or running.poll() is not None,

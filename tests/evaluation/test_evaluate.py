@@ -101,7 +101,7 @@ def labeled(limit: int, **options: Any) -> Evaluator:
 
 
 def test_images_left_out_of_training_still_lend_their_labels_to_evaluations() -> None:
-    """With labels of one class, nothing else can be told.
+    """With labels of one class, only that class is predicted.
 
     With all labels, the mean color is enough.
     """

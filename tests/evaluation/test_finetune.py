@@ -163,7 +163,7 @@ def test_the_same_seed_gives_the_same_network_and_the_global_generator_is_left_a
 
 
 @pytest.mark.parametrize(("images", "batch"), [(5, 4), (3, 1), (1, 64)])
-def test_a_batch_of_one_image_is_trained_on_and_every_step_is_told(images, batch):
+def test_a_batch_of_one_image_is_trained_on_and_every_step_is_reported(images, batch):
     steps = []
     options = SemiOptions(epochs=2, batch_size=batch)
     network = tuned(images, options, tick=lambda: steps.append(1))
@@ -175,7 +175,7 @@ def test_a_batch_of_one_image_is_trained_on_and_every_step_is_told(images, batch
 
 
 class Fixed(nn.Module):
-    """Says class 1 whatever it sees."""
+    """Predicts class 1 for every image."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()

@@ -236,7 +236,7 @@ def test_the_rounds_of_a_failed_run_are_not_left_to_do(tmp_path: Path) -> None:
 
 
 def test_a_sweep_waits_for_a_run_that_another_process_trains(tmp_path: Path) -> None:
-    """The runs of a killed sweep train on; the next sweep takes their results."""
+    """The runs of a killed sweep keep training; the next sweep uses their results."""
     job = finished(job_in(tmp_path))
     held = lock(job.folder)
     output = io.StringIO()

@@ -320,7 +320,8 @@ def own_optimizer(quick: list[str], tmp_path: Path) -> list[str]:
         ),
         (
             "two rates",
-            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; .*use regularizer=fedprox",
+            r"the SGD of OwnOptimizer\.configure_optimizers has 0\.1, 0\.2; "
+            r".*use regularizer=fedprox",
         ),
     ],
 )

@@ -318,7 +318,7 @@ def test_a_start_that_was_killed_before_its_configuration_was_written_starts_aga
     assert run(config).history
 
 
-def test_a_finished_run_says_so_and_how_to_train_on(quick: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_says_so_and_how_to_train_longer(quick: list[str], tmp_path: Path) -> None:
     words = [*quick, f"run.dir={tmp_path / 'run'}"]
     run(compose(words))
     display = Watching()

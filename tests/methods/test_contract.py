@@ -34,8 +34,11 @@ CLASSES = {
     **BUILT_IN,
     **{f"{name}-fedx": wrap(FedXMixin, method) for name, method in BUILT_IN.items()},
     **{f"{name}-fedx-queue": with_queue(method) for name, method in BUILT_IN.items()},
-    "simsiam": SimSiam, "simsiam-fedx": FedXSimSiam, "barlow": BarlowTwins, "barlow-fedx": FedXBarlowTwins,
-}  # fmt: skip
+    "simsiam": SimSiam,
+    "simsiam-fedx": FedXSimSiam,
+    "barlow": BarlowTwins,
+    "barlow-fedx": FedXBarlowTwins,
+}
 every_method = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -91,7 +94,7 @@ def test_the_global_model_is_no_part_of_the_module(name: str) -> None:
 
 @every_method
 def test_shared_and_private_state_round_trip(name: str) -> None:
-    """A client that leaves and comes back on another model instance trains exactly as if it had stayed."""
+    """A client that moves to another model instance trains exactly as if it had stayed."""
     model, other = make_model(CLASSES[name], seed=1), make_model(CLASSES[name], seed=2)
     first = train(model, data_for(model))
     shared, private = first.state.tensors(), first.memory.tensors()
@@ -186,7 +189,7 @@ def test_a_network_may_get_its_first_gradient_later_than_the_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["simclr", "byol"])
-def test_the_fused_optimiser_and_ema_change_nothing_but_rounding(name: str) -> None:
+def test_the_fused_optimizer_and_ema_change_nothing_but_rounding(name: str) -> None:
     update, by_hand = by_trainer_and_by_hand(name, fused=False)
     for key, tensor in by_hand.items():
         torch.testing.assert_close(update[key], tensor, rtol=1e-3, atol=1e-4, msg=key)

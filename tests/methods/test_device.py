@@ -1,4 +1,4 @@
-"""What a GPU would see, checked without one: the step on the `meta` device, where reading a value is an error."""
+"""Training steps on the `meta` device, where reading a value is an error, in place of a GPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +21,10 @@ META = torch.device("meta")
 
 
 class OnlyMeta(TorchDispatchMode):
-    """Fails on any operation that touches a tensor elsewhere: it would be a copy to the device, or a wait for it."""
+    """Fails on any operation that uses a tensor of another device.
+
+    On a GPU it would be a copy to the device, or a wait for it.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -107,8 +110,8 @@ def test_augmentation_stays_on_the_device(options: AugmentOptions) -> None:
     assert views.shape == (8, 3, 32, 32)
 
 
-def test_the_optimiser_is_one_kernel_that_takes_the_loss_scale_on_the_device() -> None:
-    """fp16: GradScaler hands scale and overflow flag to a fused optimiser, which asks the host for nothing."""
+def test_the_optimizer_is_one_kernel_that_takes_the_loss_scale_on_the_device() -> None:
+    """In fp16, GradScaler gives a fused optimizer scale and overflow flag without a host sync."""
     model = make_model(BUILT_IN["simclr"], optim=OptimOptions())
     model.local = type("Local", (), {"round": 1, "rounds": 1})()
     optimizer = model.configure_optimizers()

@@ -194,9 +194,10 @@ def test_k_means_finds_well_separated_groups() -> None:
 
 
 def test_concentration_is_mean_distance_over_log_size_scaled_to_the_temperature() -> None:
-    """Two clusters on a line, at distance 1 and 2 from their centres, two images each.
+    """Two clusters on a line, at distance 1 and 2 from their centers, two images each.
 
-    phi = 1 / log 12 and 2 / log 12; percentiles 10 and 90 of two values are 1.1 and 1.9 (over log 12); mean 1.5.
+    phi = 1 / log 12 and 2 / log 12. The percentiles 10 and 90 of two values are 1.1 and 1.9 (over
+    log 12), their mean is 1.5.
     """
     points = torch.tensor([[99.0], [101.0], [-98.0], [-102.0]])
     for seed in range(20):
@@ -251,7 +252,7 @@ def test_protocl_clusters_in_eval_mode_without_moving_batchnorm() -> None:
     assert model.key.training
 
 
-def test_protocl_prototypes_stay_at_home() -> None:
+def test_protocl_prototypes_stay_private() -> None:
     model = make_model(ProtoCL, queue_size=32, warmup_epochs=0)
     update = train(model, data_for(model))
     assert "prototype" in update.loss_names

@@ -21,7 +21,10 @@ def started(**options: object) -> tuple[FedXSimCLR, object]:
 
 
 def test_the_terms_are_those_of_the_paper_from_independent_parts() -> None:
-    """f, h and F applied view by view here, once jointly there; in eval mode BatchNorm makes no difference."""
+    """The test applies f, h and F view by view, the mixin to all views at once.
+
+    In eval mode, BatchNorm makes no difference between the two.
+    """
     model, batch = started()
     model.eval()
     model.global_model.network.eval()

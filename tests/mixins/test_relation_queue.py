@@ -29,7 +29,10 @@ def started(
 
 
 def test_relations_are_to_the_embeddings_of_earlier_steps_newest_first() -> None:
-    """Three steps of n=8 with a queue of 16, every anchor computed here from f and F one view at a time."""
+    """Three steps of n=8 with a queue of 16.
+
+    The test computes every anchor from f and F, one view at a time.
+    """
     model, data = started()
     model.eval()  # BatchNorm then treats every image alike, alone or in a batch.
     f, h, big_f = model.embed, model.fedx_head, model.global_model
@@ -78,7 +81,7 @@ def test_no_gradient_reaches_the_queue() -> None:
 
 
 def test_a_new_round_forgets_the_queue_of_the_client_before() -> None:
-    """The same client gives the same losses whether or not another one trained before it on this model."""
+    """A client's losses do not depend on another client that trained before on this model."""
     model, data = started()
     state = model.shared_state()
     alone = train(model, data, state=state, round=2).losses

@@ -23,7 +23,10 @@ from fedx_pl.mixins import FedCAOptions, MoonOptions, wrap
 
 
 def test_model_contrast_against_numbers_by_hand() -> None:
-    """cos to the global model 1, to the previous 0, tau .5: -log(e^2 / (e^2 + 1)); reversed: -log(1 / (e^2 + 1))."""
+    """The cosine is 1 to the global model and 0 to the previous one; tau is .5.
+
+    The term is -log(e^2 / (e^2 + 1)); reversed, it is -log(1 / (e^2 + 1)).
+    """
     a, b = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 3.0]])
     assert losses.model_contrast(a, a, b, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
     assert losses.model_contrast(a, b, a, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
@@ -95,7 +98,7 @@ def test_the_previous_model_survives_an_absence(name: str) -> None:
 
 
 def base_model() -> SSLMethod:
-    """In eval mode, and as if trained: its BatchNorm has seen a batch, so that its running statistics count."""
+    """A model in eval mode whose BatchNorm has running statistics, as after training."""
     model = make_model(SimCLR, seed=5).train()
     with torch.no_grad():
         model.embed(next(make_data(seed=3).epoch(0)).first)
@@ -223,11 +226,13 @@ def test_mixins_are_keys_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("rival", ["moon", "fedca"])
-def test_a_rival_is_trained_by_config_and_goes_on_after_a_stop(
+def test_a_rival_is_trained_from_a_config_and_resumes_after_an_interruption(
     rival: str, quick: list[str], tmp_path: Path
 ) -> None:
-    """Two rounds in one go, and two with a stop in between: the same weights. MOON's second round needs what each
-    client kept of its first."""
+    """Two rounds with an interruption between them give the same weights as two without.
+
+    MOON's second round needs what each client kept from its first.
+    """
     words = [*quick, f"{rival}=true"]
     if rival == "fedca":
         assert main(["train", *quick, f"run.dir={tmp_path / 'base'}", "federation.rounds=1"]) == 0

@@ -11,7 +11,7 @@ from fedx_pl.mixins.teacher import Frozen, foldable_pairs
 
 
 def network(seed: int = 0, width: int = 4) -> nn.Module:
-    """A thin ResNet and a head with a BatchNorm, with statistics and affine parameters of their own."""
+    """A thin ResNet and a head; no BatchNorm has its initial statistics or parameters."""
     torch.manual_seed(seed)
     backbone = backbones.build(BackboneOptions("resnet10", width), channels=3, image_size=16)
     whole = nn.Sequential(backbone, mlp(8 * width, 16, 8, batchnorm=True)).to(
@@ -100,7 +100,11 @@ def check_without_folding(source: nn.Module, *shape: int) -> None:
 
 
 def test_what_a_trace_cannot_show_is_found_on_the_first_batch() -> None:
-    """Tied weights; BatchNorm over another axis than the layer's output; a normalised weight, which is no parameter."""
+    """Three networks whose BatchNorm cannot be folded.
+
+    They have tied weights, a BatchNorm over an axis other than the layer's output, or a
+    normalized weight, which is not a parameter.
+    """
 
     class Tied(LayerAndNorm):
         def __init__(self) -> None:
@@ -127,7 +131,7 @@ def test_a_network_that_changes_with_its_mode_is_traced_as_it_runs() -> None:
     check_without_folding(Modal())
 
 
-def test_a_batchnorm_that_is_never_used_holds_nobody_up() -> None:
+def test_a_batchnorm_that_is_never_used_does_not_block_the_others() -> None:
     """Its counter stays 0, the others use their statistics all the same."""
 
     class Spare(LayerAndNorm):
@@ -141,7 +145,7 @@ def test_a_batchnorm_that_is_never_used_holds_nobody_up() -> None:
     check_without_folding(Spare())
 
 
-def test_two_refreshes_before_the_first_look_take_the_second() -> None:
+def test_two_refreshes_before_the_first_forward_use_the_second() -> None:
     frozen, other, x = Frozen(), network(seed=1), torch.randn(5, 3, 16, 16)
     frozen.refresh(network())
     frozen.refresh(other)
@@ -172,7 +176,7 @@ def test_layers_with_and_without_bias_and_affine_parameters(affine: bool, bias: 
     torch.testing.assert_close(frozen(x), expected(source, x), rtol=1e-4, atol=1e-5)
 
 
-def test_without_statistics_the_batch_has_its_own() -> None:
+def test_without_running_statistics_those_of_the_batch_are_used() -> None:
     source = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
     frozen = Frozen()
     frozen.refresh(source)

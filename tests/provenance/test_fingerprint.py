@@ -284,7 +284,7 @@ def test_of_a_script_only_the_class_counts(modules: Path) -> None:
     assert process(3, text=CELL + LOOK) == script
 
 
-def test_a_notebook_goes_on_with_its_run_and_not_after_an_edit(quick: list[str]) -> None:
+def test_a_notebook_resumes_its_run_but_not_after_an_edit(quick: list[str]) -> None:
     """Training itself changes nothing that counts."""
     words = [*quick, "method=no_file:Mine", "federation.rounds=1", "fedx=true"]
     method: type[SSLMethod] = notebook(CELL)

@@ -166,7 +166,7 @@ class TestFlippedBits:
                 file.write_bytes(content)
         assert noticed > len(files) * flips / 2
 
-    def test_the_command_line_mends_a_manifest(
+    def test_the_command_line_repairs_a_manifest(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A path in it decides the class of an image."""
@@ -207,7 +207,7 @@ class TestDamage:
         return tmp_path
 
     @pytest.mark.parametrize("name", ["train_images", "test_labels"])
-    def test_flipped_bit_is_detected_and_mended(
+    def test_flipped_bit_is_detected_and_repaired(
         self, root: Path, lines: list[str], name: str
     ) -> None:
         path = root / f"cache/cifar10/{name}.npy"

@@ -64,7 +64,7 @@ def test_changed_folder_is_decoded_again(tmp_path: Path) -> None:
     assert load(options(tmp_path, image_size=9)).train.images.shape == (1, 9, 9, 3)
 
 
-def test_flipped_bit_is_mended(tmp_path: Path, lines: list[str]) -> None:
+def test_flipped_bit_is_repaired(tmp_path: Path, lines: list[str]) -> None:
     paint(tmp_path / "images/a.png", 7)
     load(options(tmp_path))
     (path,) = (tmp_path / "cache").rglob("images.npy")

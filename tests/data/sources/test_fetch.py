@@ -44,7 +44,7 @@ def test_a_name_server_that_hangs_gives_way(
     assert any("no answer within 0.3 s" in line for line in lines)
 
 
-def test_download_false_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_false_sends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", None)
     with pytest.raises(UserError, match=r"data\.download=true"):
         load(options(tmp_path), report=silent)

@@ -23,7 +23,10 @@ from fedx_pl.errors import UserError
 
 @contextmanager
 def without_privileges() -> Iterator[Path]:
-    """A folder of one's own; root, who may read everything, is somebody else meanwhile."""
+    """A temporary folder of an unprivileged user.
+
+    Root becomes that user for the test, since root may read everything.
+    """
     if is_root := os.geteuid() == 0:
         os.seteuid(65534)
     try:

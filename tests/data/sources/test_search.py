@@ -1,4 +1,4 @@
-"""Where a named data set is looked for, and what is said if it is nowhere."""
+"""Where a named data set is searched, and the error if it is not found."""
 
 import os
 from pathlib import Path

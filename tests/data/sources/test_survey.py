@@ -132,7 +132,7 @@ class TestRange:
 
 
 class TestWarnings:
-    def test_an_outlier_that_leaves_few_levels_is_told_with_what_to_type(
+    def test_an_outlier_that_leaves_few_levels_is_reported_with_what_to_type(
         self, tmp_path: Path, lines: list[str]
     ) -> None:
         for name in "abc":
@@ -148,7 +148,7 @@ class TestWarnings:
         assert levels(better.train.images[0]) > 250
         assert not any("warning" in line for line in lines[2:])
 
-    def test_images_of_different_depth_are_told(self, tmp_path: Path, lines: list[str]) -> None:
+    def test_images_of_different_depth_are_reported(self, tmp_path: Path, lines: list[str]) -> None:
         deep_files.gray(tmp_path / "images/a.png", ramp(0, 4095))
         deep_files.gray(tmp_path / "images/b.png", ramp(0, 65535))
         load(options(tmp_path), report=lines.append)
@@ -161,7 +161,7 @@ class TestWarnings:
         load(options(tmp_path), report=lines.append)
         assert len(lines) == 1
 
-    def test_only_the_first_page_is_used_and_that_is_said(
+    def test_only_the_first_page_is_used_and_that_is_reported(
         self, tmp_path: Path, lines: list[str]
     ) -> None:
         (tmp_path / "images").mkdir()
