@@ -55,9 +55,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TRAIN, TEST = 240, 60
 
 
+LONGEST = ("test_end_to_end", "test_doc_notebook", "test_kills", "test_compile")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the slow tests of a module on one worker, since they share what takes long."""
+    """Starts with the longest tests; keeps slow tests that share something on one worker."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -28,6 +28,7 @@ def test_byol_with_fedx_learns_on_cifar10_in_the_cpu_profile(tmp_path: Path) -> 
         "method=byol",
         "fedx=true",
         "profile=cpu",
+        "federation.rounds=16",  # half of them: enough to learn
         f"run.dir={tmp_path / 'run'}",
     ]
     out = fedx_pl("train", *overrides, timeout=7200)

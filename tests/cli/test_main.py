@@ -98,6 +98,7 @@ def test_the_cpu_profile_names_itself_and_the_paper_s_profile(
             2,
             "error: no such command 'sever'. Did you mean 'server'? See fedx-pl federate --help\n",
         ),
+        (["completion"], 2, "missing argument 'SHELL'. Choose from: bash, zsh, fish; see"),
         (["completion", "csh"], 2, "'csh' is not one of 'bash', 'zsh', 'fish'; see"),
         (["export", "run", "--to"], 2, "'--to' requires an argument; see fedx-pl export --help"),
         (["evaluate", "--round", "x", "run"], 2, "'--round': 'x' is not a valid integer; see"),

@@ -91,7 +91,7 @@ def _explained(error: click.UsageError) -> UserError:
         refuse_renamed(f"{command} {error.command_name}")
     if isinstance(error, click.NoSuchOption):
         refuse_renamed(f"{command} {error.option_name}")
-    message = error.format_message().rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")
     see = f"{' See' if message.endswith('?') else '; see'} {command} --help"
     return UserError(f"{message[:1].lower()}{message[1:]}{see}")
 
