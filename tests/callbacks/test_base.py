@@ -32,7 +32,7 @@ class Everything(RoundCallback):
 
 
 def test_hooks_are_called_in_the_order_of_the_contract(quick: list[str]) -> None:
-    """Three clients; steps and notes come in between."""
+    """There are three clients; steps and notes may come between other calls."""
     everything = Everything()
     run([*quick, "federation.rounds=1"], everything)
     calls = [name for name in everything.calls if name not in ("on_client_steps", "on_note")]

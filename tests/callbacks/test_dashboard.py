@@ -30,7 +30,7 @@ def run(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """FedU with FedX, three clients of whom two have curves of their own, two rounds."""
+    """Two rounds of FedU with FedX and three clients, two of which have their own curves."""
     folder = tmp_path_factory.mktemp("dashboard")
     run(
         [
@@ -84,7 +84,7 @@ def test_every_chart_of_every_page_has_curves(events: EventAccumulator) -> None:
 
 
 def test_a_number_that_appears_late_gets_its_chart() -> None:
-    """And the scale of the loss in half precision is no loss."""
+    """The loss scale of half precision is not shown as a loss."""
     first = {
         "round": 1,
         "loss": 1.0,
@@ -189,7 +189,7 @@ def test_a_finished_run_that_is_started_again_adds_nothing(folder: Path) -> None
 
 
 def test_a_projector_that_was_cut_off_is_made_again(folder: Path) -> None:
-    """The file that points to the rest comes last."""
+    """The file that points to the others is written last."""
     from fedx_pl.config.compose import load
 
     board = folder / "tensorboard"

@@ -15,7 +15,7 @@ from fedx_pl.federation.round import ClientMemory, GlobalState, RoundContext, Ro
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -192,7 +192,7 @@ def test_a_resumed_run_uses_its_first_evaluation() -> None:
 
 
 def test_clients_that_never_reported_do_not_stay_in_the_eta() -> None:
-    """Of two clients of 50 steps one is lost; after the last round nothing is left."""
+    """One of two clients with 50 steps is lost; after the last round no time is left."""
     clock = Clock()
     eta = Eta(2, every_round, clock)
     eta.expect(200, finished=0)

@@ -54,7 +54,7 @@ def test_a_collapse_shows_in_rankme_and_uniformity() -> None:
 
 
 def test_a_client_diverges_if_its_loss_grows_twofold_or_is_not_finite() -> None:
-    """Of 20 steps a tenth is two.
+    """A tenth of 20 steps is two.
 
     The first two have the mean 2, the last two 4.2, more than twice as much.
     """

@@ -18,7 +18,7 @@ from fedx_pl.printing import duration
 
 
 def update(images: int = 100) -> Update:
-    """Of a client that made two steps."""
+    """The update of a client that made two steps."""
     losses = torch.tensor([[3.0, 2.0, 1.0], [5.0, 3.5, 1.5]])
     return Update(
         client=0,
@@ -46,7 +46,7 @@ def plain() -> Console:
 
 
 def lines_of(console: Console) -> list[str]:
-    """What was drawn, without the codes that move the cursor."""
+    """The output without the codes that move the cursor."""
     assert isinstance(console.file, io.StringIO)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
@@ -193,7 +193,7 @@ def test_a_duration_never_has_sixty_seconds(seconds: float, text: str) -> None:
 
 
 def test_the_numbers_of_an_evaluation_have_plain_names() -> None:
-    """The kind is in the name of some already; two kinds have a `rankme`."""
+    """Some names contain the kind already; two kinds have a `rankme`."""
     found = {
         "linear": {"linear_top1": 41.5},
         "knn": {"knn_top1": 30.0, "rankme": 2.0},

@@ -153,7 +153,7 @@ def test_tensorboard_is_not_imported_before_the_first_write(tmp_path, monkeypatc
 
 
 def test_numbers_of_any_size_are_taken(tmp_path):
-    """Histograms of torch end at 1e20, and raise if nothing lies within."""
+    """Torch's histograms end at 1e20 and raise if all values lie beyond."""
     with RunWriter(tmp_path) as writer:
         writer.clients("loss", 1, {0: 1e30, 1: math.nan})
         writer.clients("loss", 2, {0: 2.0, 1: -math.inf})
@@ -164,7 +164,7 @@ def test_numbers_of_any_size_are_taken(tmp_path):
 def test_a_full_disk_is_an_error_of_the_caller_and_no_traceback_of_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorBoard writes in a thread of its own, whose error the next call raises."""
+    """TensorBoard writes in a separate thread, whose error the next call raises."""
     from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
     def full(*_: object) -> None:

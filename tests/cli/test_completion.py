@@ -109,7 +109,7 @@ def test_bash_gets_whole_words_if_it_does_not_break_words_at_equals_signs(script
 def test_a_tab_completes_on_a_terminal(
     scripts: Path, shell: str, typed: dict[str, str], expected: str
 ) -> None:
-    """What is typed before each TAB, and what the terminal shows after it."""
+    """Types a text before each TAB and checks what the terminal shows after it."""
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}: apt-get install {shell}")
     start = "" if shell == "bash" else "autoload -U compinit; compinit -D -u\n"

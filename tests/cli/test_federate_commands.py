@@ -75,7 +75,7 @@ def test_a_coordinator_does_not_say_how_long_a_cpu_trains(
 
 @pytest.mark.usefixtures("place")
 def test_a_coordinator_says_how_far_it_trusts_its_sites(capsys: pytest.CaptureFixture[str]) -> None:
-    """The default is to clip; what is typed wins."""
+    """Clipping is the default; an override wins."""
     assert main(["federate", "server", *parts.WORDS, "--clients", "3"]) == 2
     out = capsys.readouterr().out
     assert "aggregate=clip: updates are clipped to the usual length\n" in out
@@ -169,7 +169,7 @@ def test_a_site_runs_once(place: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_coordinator_s_address_has_no_control_characters(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It comes with the keys, from the coordinator."""
+    """The address comes from the coordinator, with the keys."""
     about = {"name": "a", "server": "host\x1b[2J:8000"}
     (place / "keys" / "sites" / "a" / "site.json").write_text(json.dumps(about))
     error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")
@@ -181,7 +181,7 @@ def test_the_coordinator_s_address_has_no_control_characters(
 def test_a_state_folder_that_others_can_change_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They could put links there, to files that this user may write."""
+    """Others could put links there to files that this user may write."""
     (place / "fedx-site-a").mkdir()
     (place / "fedx-site-a").chmod(0o777)
     error = mistake(capsys, "client", "--data", "images/a", "--keys", "keys/sites/a")

@@ -40,7 +40,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
 
 @pytest.fixture
 def long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any run counts as a long one, so that the test need not wait for one."""
+    """Makes any run count as a long one."""
     monkeypatch.setattr(confirm, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(estimate, "BUDGET_SECONDS", 0.001)
 

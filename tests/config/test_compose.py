@@ -76,7 +76,7 @@ def test_it_is_read_back_from_its_yaml(tmp_path: Path) -> None:
 def test_a_run_that_does_not_say_which_labels_were_used_had_those_of_its_images(
     tmp_path: Path, limit: int, labels: str
 ) -> None:
-    """Of all images, that is what such a run has today: it can be resumed."""
+    """A run on all images can be resumed, since its labels are the same today."""
     config = compose([f"data.limit={limit}"])
     (tmp_path / "config.yaml").write_text(config.to_yaml().replace("  labels: all\n", ""))
     older = load(tmp_path / "config.yaml")
@@ -314,7 +314,7 @@ def test_a_class_that_has_the_mixin_already_is_fedx_and_takes_its_keys() -> None
 
 
 class Loose(SSLMethod):
-    """Written without a star, and with an argument that no command line can give."""
+    """A method without ``*`` and with an argument that no command line can give."""
 
     def __init__(
         self, backbone: nn.Module, temp: float = 0.5, hook: Callable[[], None] = print, **kw: object
@@ -327,7 +327,7 @@ class Loose(SSLMethod):
 
 
 class Stubborn(Loose):
-    """Takes nothing else."""
+    """A method that takes a backbone only."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__(backbone)

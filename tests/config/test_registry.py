@@ -239,7 +239,7 @@ def test_a_sweep_and_a_dry_run_find_a_run_on_user_defined_images(
 def test_a_run_folder_that_names_code_imports_none_unless_it_is_trusted(
     parts: Path, word: str
 ) -> None:
-    """Whatever kind of part it is; what belongs to a command alone is left out."""
+    """Covers every kind of part; parts that belong to a command only are not loaded at all."""
     file = parts / "config.yaml"
     file.write_text(compose([*WORDS, "profile=paper"]).to_yaml())
     tree = yaml.safe_load(file.read_text())

@@ -268,7 +268,7 @@ def test_the_order_of_the_jitter_changes_between_batches(monkeypatch):
 
 
 class DeviceGenerator:
-    """What a CUDA generator shows to the host."""
+    """A generator with the interface that a CUDA generator offers to the host."""
 
     device = torch.device("cuda")
 

@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def left_behind(folder: Path, *, age: float = 3600.0) -> Path:
-    """As a process leaves it that was killed."""
+    """The folder that a killed process leaves behind."""
     folder.mkdir(mode=0o700)
     (folder / "images.npy").write_bytes(b"pixels")
     lock(folder).close()

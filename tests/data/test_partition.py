@@ -177,7 +177,7 @@ def test_cut_gives_all_to_one_open_client_when_no_share_is_left(shares):
     ).tolist() == [0, 7, 0]
 
 
-def test_cut_deals_no_image_that_is_not_there():
+def test_cut_deals_only_images_that_exist():
     """The largest float below 1, added to 50,000, rounds to 50,001."""
     assert (
         dealing.cut(50_000, np.ones(3), np.ones(3, dtype=bool), FixedRng(1 - 2**-53)).sum()

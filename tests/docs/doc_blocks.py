@@ -105,7 +105,7 @@ def prose_of(page: Path) -> str:
 
 
 def _guess(code: str) -> str:
-    """The language of a block that does not say it."""
+    """The language of a block that does not name it."""
     rows = [row for row in code.splitlines() if row.strip()]
     if any(re.match(r"(import|from) \w", row) for row in rows):
         return "python"

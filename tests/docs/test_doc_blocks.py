@@ -41,14 +41,8 @@ from fedx_pl.federation.privacy import PrivacyOptions
 from fedx_pl.methods.parameters import hyper_parameters
 
 pytestmark = pytest.mark.xdist_group("docs")
-OTHER_PROGRAMS = (
-    "cd",
-    "export",
-    "git",
-    "python",
-    "python3",
-    "ray",
-)  # Their commands are not checked.
+# Commands of these programs are not checked.
+OTHER_PROGRAMS = ("cd", "export", "git", "python", "python3", "ray")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +124,7 @@ def at_work(
 
 
 def shrink(words: list[str], tiny_words: list[str]) -> list[str]:
-    """What makes a run tiny, but as many rounds as it says itself."""
+    """Overrides that make a run tiny but keep its number of rounds."""
     says = any(word.startswith("federation.rounds=") for word in words)
     return [*tiny_words, *([] if says else ["federation.rounds=2"])]
 

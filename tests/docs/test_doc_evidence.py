@@ -67,7 +67,7 @@ def test_the_table_of_five_methods_is_the_mini_report_s() -> None:
 
 
 def test_tests_that_the_threats_name_exist() -> None:
-    """A table of threats is worth what its tests are worth."""
+    """The table of threats names a test for each claim."""
     tests = {file: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
     page = (ROOT / "docs" / "federation.md").read_text()
     named = re.findall(r"`(?:([a-z_/]+\.py)::)?(test_[a-z0-9_]+)`", page)

@@ -26,7 +26,7 @@ from fedx_pl.errors import UserError
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written without a name is written here."""
+    """A working folder, where files without a given path are written."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -45,7 +45,7 @@ def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three reds and three blues, of another size than the network's."""
+    """Three red and three blue images, of a size other than the network's."""
     folder = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
     for name, color in (("red", (220, 30, 30)), ("blue", (20, 40, 210))):
@@ -85,7 +85,7 @@ def test_the_encoder_normalizes_and_has_the_weights_of_the_run(run: Path) -> Non
 
 
 def run_alone(code: str, arguments: list[str]) -> np.ndarray:
-    """In a process that cannot import this package."""
+    """Runs code in a process that cannot import this package."""
     alone = f"import sys; sys.modules['fedx_pl'] = None\n{code}"
     result = subprocess.run(
         [sys.executable, "-c", alone, *arguments],
@@ -102,7 +102,7 @@ def run_alone(code: str, arguments: list[str]) -> np.ndarray:
 def test_an_exported_encoder_loads_in_one_line_and_gives_the_same_embeddings(
     run: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another batch size than the one it was exported with."""
+    """The batch size differs from the one used for the export."""
     if to == "onnx":
         pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
         pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install -e '.[dev]'")
@@ -448,7 +448,7 @@ def test_a_user_defined_method_with_a_built_in_backbone_is_exported_without_its_
 def test_the_encoder_reads_images_by_the_range_of_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own range would make a folder of dark images as bright as those of the training."""
+    """The range of a dark folder would make its images as bright as the training images."""
     rng = np.random.default_rng(0)
     for folder, top in (("images", 4095), ("dark", 1000)):
         (tmp_path / folder).mkdir()

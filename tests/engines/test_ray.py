@@ -140,9 +140,9 @@ def on(engine: type[Engine], config: Config) -> Callable[[FederatedTrainer], Eng
 def test_one_process_and_one_or_two_workers_give_the_same_weights(
     quick: list[str], tmp_path: Path, shared: MakeEngine, method: list[str]
 ) -> None:
-    """To the bit, after two rounds.
+    """The weights are equal to the bit after two rounds.
 
-    MoCo has a queue and a target of its own, the other lives in examples/.
+    MoCo has a queue and a target network, the other method is in examples/.
     """
     serial = run([*quick, *method], tmp_path / "serial")
 
@@ -168,7 +168,7 @@ def test_one_process_and_one_or_two_workers_give_the_same_weights(
 
 
 def test_objects_are_sent_to_workers_too(tmp_path: Path, shared: MakeEngine) -> None:
-    """Arrays, a class that no module has and a regularizer: as in one process, to the bit."""
+    """Arrays, a local class and a regularizer give the bits of a run in one process."""
 
     class Mine(SimCLR):
         """Pickled by value, since it cannot be imported."""
@@ -199,7 +199,7 @@ def test_objects_are_sent_to_workers_too(tmp_path: Path, shared: MakeEngine) -> 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_tensors_are_sent_unchanged(memory_format: torch.memory_format) -> None:
-    """Memory order too: a sum over a tensor may depend on it."""
+    """Memory order is kept, too, since a sum over a tensor may depend on it."""
     state = {
         "weight": torch.randn(4, 3, 2, 2).to(memory_format=memory_format),
         "transposed": torch.randn(3, 5).t(),
@@ -221,9 +221,9 @@ def test_tensors_are_sent_unchanged(memory_format: torch.memory_format) -> None:
 def test_errors_of_a_client_reach_the_user(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
-    """A mistake as the one line it is; a bug with what the worker's traceback says.
+    """A user's mistake is shown in one line, a bug with the worker's traceback.
 
-    Nothing is tried again.
+    Neither is tried again.
     """
     overrides = [*mortal, "engine.workers=1", f"run.dir={tmp_path / 'run'}"]
     fate = tmp_path / "fate" / "1-0"
@@ -280,7 +280,7 @@ def test_a_worker_without_the_images_says_where_it_is(
 def test_the_client_of_a_dead_worker_is_tried_again(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
-    """The second try changes nothing: the same weights as without the death."""
+    """The weights are the same as if the worker had not died."""
     undisturbed = run(mortal, tmp_path / "serial")
     (tmp_path / "fate" / "1-1").write_text("die")
     display = Workers()
@@ -296,7 +296,7 @@ def test_the_client_of_a_dead_worker_is_tried_again(
 def test_without_a_further_try_the_round_continues_without_the_client(
     mortal: list[str], tmp_path: Path, shared: MakeEngine
 ) -> None:
-    """The weights are those of a round in which client 1 has nothing to give."""
+    """The weights are those of a round without an update of client 1."""
 
     class WithoutOne(SerialEngine):
         def run(
@@ -331,7 +331,7 @@ def test_without_ray_the_error_says_what_to_install(
 def test_signals_wait_until_ray_has_started(
     quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for Ray that takes SIGTERM over, as Ray does, while Ctrl-C comes."""
+    """A stand-in for Ray replaces the SIGTERM handler, as Ray does, while Ctrl-C arrives."""
     calls: list[str] = []
 
     def init(**_: Any) -> None:
@@ -403,7 +403,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_can_be_resumed(
 ) -> None:
     """Interrupted on Ray and continued without it.
 
-    What clients keep for themselves is in the run folder.
+    The private state of clients is in the run folder.
     """
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     overrides = [*quick, "method=byol", "federation.rounds=10000"]
@@ -501,7 +501,7 @@ def descendants(process: int) -> dict[tuple[int, str], str]:
 
 
 def alive(process: int, start: str) -> bool:
-    """Whether it runs still, and is not another one of the same number."""
+    """Whether the process still runs, and its number was not given to another one."""
     try:
         _, started, state = status(process)
         return started == start and state != "Z"

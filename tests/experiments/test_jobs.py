@@ -29,7 +29,7 @@ def test_a_run_whose_newest_round_is_damaged_is_resumed(tmp_path: Path) -> None:
 def test_other_records_beside_the_code_do_not_train_a_run_again(
     tmp_path: Path,
 ) -> None:
-    """Such as the weights of FedCA's base: `train` itself compares them."""
+    """One is the weights of FedCA's base: `train` itself compares them."""
     job = finished(job_in(tmp_path))
     write_record(job.folder, Record(objects={"weights of fedca.base": "0" * 64}))
     assert job.next_command() is None

@@ -136,7 +136,7 @@ def test_code_of_others_cannot_leave_its_fence(name):
 
 
 def test_no_code_is_no_fence():
-    """Such as the commit of a result that was made without git."""
+    """A result that was made without git has no commit."""
     assert code("") == ""
 
 

@@ -137,7 +137,7 @@ def test_profiles_are_not_mixed(tmp_path):
 
 
 def test_values_are_compared_with_the_types_of_json(tmp_path):
-    """A tuple is a list."""
+    """A tuple equals a list."""
     file = write_result(tmp_path, TINY, ("plain",), 0, {5: 40.0})
     assert changes(read_result(file), configured(TINY, ("plain",), "mini", 0)) == []
     assert changes(read_result(file), configured(TINY, ("plain",), "mini", 1)) == [
@@ -194,7 +194,7 @@ def made_before_all_labels_were_used(path):
 
 
 def test_results_that_do_not_record_their_labels_had_those_of_the_subset(tmp_path):
-    """They are reported so, do not count for a sweep, and are never mixed with all labels."""
+    """They are reported as such, ignored by sweeps and never mixed with results on all labels."""
     paths = [write_result(tmp_path, FEW, (variant,), 0, {5: 40.0}) for variant in VARIANTS]
     for path in paths:
         made_before_all_labels_were_used(path)

@@ -224,7 +224,7 @@ def test_the_expected_time_comes_from_the_rounds_of_earlier_runs(tmp_path: Path)
 
 
 def test_the_rounds_of_a_failed_run_are_not_left_to_do(tmp_path: Path) -> None:
-    """They will not be run, and must not count as done either."""
+    """They will not be run, and do not count as done either."""
     bad, good = (
         job_in(tmp_path, "federation.rounds=20", f"seed={i}", name=f"{i}") for i in range(2)
     )
@@ -468,7 +468,10 @@ def test_an_error_says_what_to_type(
 
 
 def test_a_result_of_other_code_does_not_count(modules: Path, tmp_path: Path) -> None:
-    """Nor does its run folder. The old code counts again; a file without a hash stays readable."""
+    """Its run folder does not count either. With the old code both count again.
+
+    A file without a hash stays readable.
+    """
     (modules / "mine.py").write_text(METHOD)
     job = finished(job_in(tmp_path, "method=mine:Mine", evaluate=["semi"]))
     assert job.next_command() == [

@@ -138,7 +138,7 @@ def test_a_claim_of_too_many_images_is_refused() -> None:
 def test_a_negative_variance_is_refused_by_name() -> None:
     """BatchNorm takes its root: one negative value makes NaN of every image.
 
-    Zero and -0 are none.
+    Zero and -0 are not negative.
     """
     names = ("conv.weight", "a.running_var", "b.running_var")
     average = FedAvg({name: torch.ones(3) for name in names})
@@ -216,7 +216,7 @@ def test_weights_that_were_shrunk_reversed_or_replaced_are_refused(
 
 
 def test_a_regularizer_s_changes_may_point_anywhere() -> None:
-    """SCAFFOLD's control variates are no weights."""
+    """SCAFFOLD's control variates are not weights."""
     state = GlobalState(weights=WEIGHTS, server={"w": torch.ones(2)})
     rule = make_rule(AggregateOptions(), state)
     rule.add(GlobalState(weights=WEIGHTS, server={"w": -torch.ones(2)}).tensors(), 1)
@@ -294,7 +294,7 @@ def test_a_layer_that_goes_straight_back_is_refused_and_one_that_goes_sideways_i
 
 @given(st.lists(st.integers(1, 10_000_000), min_size=1, max_size=9), st.floats(0.01, 1))
 def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) -> None:
-    """Within one image, since they are whole; who is below its share is left alone."""
+    """They are kept within one image; a client below its share is not changed."""
     found = counted(dict(enumerate(images)), share)
     assert all(1 <= found[client] <= claimed for client, claimed in enumerate(images))
     if share * len(images) >= 1:
@@ -307,7 +307,7 @@ def test_shares_are_kept_as_far_as_they_can_be(images: list[int], share: float) 
 def test_a_claim_of_ten_million_images_counts_for_half(rule: str) -> None:
     """Values 1, 1 and 3 with 300, 100 and 400 images: (400 + 1200) / 800 = 2.
 
-    By its own word it would be 3.
+    With the claimed number it would be 3.
     """
     made = make_rule(
         AggregateOptions(rule=rule, max_share=0.5), GlobalState(weights={"w": torch.tensor([2.0])})

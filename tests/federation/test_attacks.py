@@ -65,7 +65,7 @@ LIE = 10_000_000  # images that it claims beside a flipped sign
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be most of the time."""
+    """Skips pictures, which would take most of the time."""
     monkeypatch.setattr(RunWriter, "partition", lambda *_: None)
 
 
@@ -230,7 +230,7 @@ def test_an_attack_on_the_weights_alone_is_bounded_too(federation: Any) -> None:
 
 
 def test_what_a_rule_costs_without_an_attack(federation: Any) -> None:
-    """Off the mean of all seven honest clients.
+    """The cost is the distance from the mean of all seven honest clients.
 
     Rules that leave some out pay more the more the clients differ.
     """
@@ -276,7 +276,7 @@ Send = Callable[[int, Update], Update | Lost]
 def clients(federation: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Send], list[list[int]]]:
     """Clients that are trained already and send what a test wants.
 
-    Gives back who was asked, by round.
+    Returns the clients that were asked in each round.
     """
     _, updates = federation("partition.kind=iid")
 
@@ -455,7 +455,7 @@ def test_strikes_survive_an_interruption_and_a_repaired_client_can_be_asked_agai
 ) -> None:
     """One strike in each of rounds 1 and 2, an interruption in round 3.
 
-    In its second go the client is away.
+    After resuming, the client is absent.
     """
     four = [*overrides, "federation.rounds=4", "aggregate.quarantine=2"]
 

@@ -56,7 +56,7 @@ def test_an_optimizer_is_freed_after_its_fit() -> None:
 
 
 def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning selects the GPU by it."""
+    """Lightning selects the GPU by this number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, index in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
@@ -166,7 +166,7 @@ def test_tick_is_called_after_every_step() -> None:
 
 
 class Installed(pl.Callback):
-    """With a state, so that Lightning refuses a second one in a fit."""
+    """A callback with state, of which Lightning refuses a second one in a fit."""
 
     def state_dict(self) -> dict[str, int]:
         return {"seen": 1}
@@ -175,7 +175,7 @@ class Installed(pl.Callback):
 def test_a_callback_that_lightning_adds_by_itself_is_in_each_fit_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A package may bring one by an entry point.
+    """A package may add a callback through an entry point.
 
     Lightning puts it into the list that it is given.
     """

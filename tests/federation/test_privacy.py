@@ -41,7 +41,7 @@ def states(*moved: float) -> tuple[State, State]:
 def noised(
     options: PrivacyOptions, size: int = 40_000, seed: int | None = 0, name: str = "w"
 ) -> np.ndarray:
-    """Noise alone: of an update that did not move from 0."""
+    """The noise alone: the update did not move from 0."""
     zero = {name: torch.zeros(size)}
     return protect(zero, zero, options, seed)[0][name].double().numpy()
 
@@ -113,9 +113,9 @@ def test_the_noise_is_normal_with_noise_times_clip(seed: int | None) -> None:
 
 @pytest.mark.parametrize(("clip", "share"), [(2.5, 0.5), (10.0, 1.0)])
 def test_noise_comes_on_top_of_the_clipped_update(clip: float, share: float) -> None:
-    """What an update ends as minus what none ends as, with the same noise.
+    """The difference between an update and a zero update with the same noise.
 
-    Half of a long one, all of a short one.
+    It is half of a long update and all of a short one.
     """
     after, before = states()
     options = PrivacyOptions(clip=clip, noise=1.0)
@@ -135,7 +135,7 @@ def test_each_tensor_has_its_own_noise() -> None:
 
 
 def test_secret_noise_has_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never twice the same.
+    """The noise is never the same twice.
 
     The outermost bits the system can give are finite: 52 bits reach 8.21 deviations.
     """

@@ -285,7 +285,7 @@ def stop_after_round_1(words: list[str]) -> None:
 
 
 class OwnOptimizer(SimCLR):
-    """Its optimizer is the test's choice."""
+    """A method whose optimizer the test chooses."""
 
     kind = "adam"
 
@@ -332,7 +332,7 @@ def test_scaffold_refuses_an_optimizer_it_does_not_fit_before_the_data_are_fetch
     kind: str,
     message: str,
 ) -> None:
-    """The data are not even there."""
+    """The data do not exist, so fetching them would fail."""
     monkeypatch.setattr(OwnOptimizer, "kind", kind)
     words = [word for word in own_optimizer if not word.startswith("data.root=")]
     with pytest.raises(UserError, match=message):

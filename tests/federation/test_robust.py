@@ -88,7 +88,7 @@ def test_seven_percent_of_a_hundred_are_seven() -> None:
 
 
 def test_for_median_and_trimmed_mean_all_clients_count_alike() -> None:
-    """What a client claims to own is its own word."""
+    """A client's number of images is only its claim."""
     values, images = [[1.0], [2.0], [30.0]], [1, 1, 9_000_000]
     assert (
         fold(TrimmedMean(ZERO, MEDIAN), values, images)
@@ -105,7 +105,7 @@ def test_medians_of_counters_are_rounded_as_means_of_counters_are() -> None:
 
 
 def test_a_median_in_chunks_is_numpy_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All shapes that occur.
+    """Covers all shapes that occur.
 
     Convolutions in channels_last, vectors, scalars, empty tensors, half precision.
     """
@@ -197,7 +197,7 @@ def test_an_attack_on_the_weights_does_not_hide_behind_larger_statistics() -> No
 
 
 def test_what_clients_send_to_a_regularizer_is_clipped_towards_zero() -> None:
-    """It is a change already.
+    """Such a tensor is a change already.
 
     1, 1 and 100 with the bound 2 make 4/3, whatever the server's own value (5) is.
     """
@@ -426,7 +426,7 @@ def test_impossible_values_say_what_to_type(overrides: list[str], message: str) 
 
 
 def test_a_repaired_client_can_be_asked_again_in_the_same_run() -> None:
-    """So the quarantine does not belong to what names a run."""
+    """The quarantine is therefore not part of a run's hash."""
     assert compose([]).run_name == compose(["aggregate.quarantine=0"]).run_name
     assert compose([]).content() == compose(["aggregate.quarantine=0"]).content()
 

@@ -142,7 +142,7 @@ def test_a_pending_update_with_numbers_that_cannot_be_is_left_out(
 
 
 def test_what_was_logged_after_the_last_checkpoint_is_cut_off(tmp_path: Path) -> None:
-    """Two writers as two processes would: what the second finds beyond the known length is gone."""
+    """Two writers stand for two processes: the second cuts off what exceeds the known length."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with RunWriter(tmp_path) as writer:
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_run_cleanly(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As a cluster sends it, here after the first round."""
+    """A cluster sends such a signal; here it comes after the first round."""
     commit = Checkpoints.commit
 
     def commit_then_signal(self: Checkpoints, *checkpoint: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_during_cleanup_is_cleaned_up_at_the_next_start(
 
 
 def edit(folder: Path, text: str, name: str = "mine") -> None:
-    """Writes a module and forgets it, as the next process would see it."""
+    """Writes a module and unloads it, so that it is imported as by a new process."""
     (folder / f"{name}.py").write_text(text)
     forget_modules(folder)
 
@@ -219,7 +219,7 @@ def edit(folder: Path, text: str, name: str = "mine") -> None:
 def test_an_edited_method_never_gets_the_old_numbers(
     quick: list[str], modules: Path, rounds_done: int
 ) -> None:
-    """Whether the run is finished or not; what the message says to type works."""
+    """This holds for finished and unfinished runs; the command in the message works."""
     words = [*quick, "method=mine:Mine", "federation.rounds=2"]
     edit(modules, "from scale import SCALE\n" + METHOD.replace("mean()", "mean() * SCALE"))
     edit(modules, "SCALE = 1.0\n", "scale")
@@ -258,7 +258,7 @@ def test_an_edited_method_never_gets_the_old_numbers(
 def test_an_edit_while_python_runs_is_refused_before_anything_is_trained(
     quick: list[str], modules: Path, run_before: bool, fedx: str
 ) -> None:
-    """Also if FedX makes a class from the user's, and if no run has read the file before."""
+    """This holds if FedX wraps the user's class, and if no run has read the file before."""
     words = [*quick, "method=mine:Mine", "federation.rounds=1", fedx]
     edit(modules, METHOD)
     importlib.import_module("mine")
@@ -295,7 +295,7 @@ def test_a_method_that_failed_before_the_first_round_may_be_repaired(
 def test_a_run_that_does_not_say_which_code_trained_it_is_refused(
     quick: list[str], modules: Path
 ) -> None:
-    """As of version 0.1; one of a method of the package needs no record."""
+    """Version 0.1 made such runs; a run with a built-in method needs no record."""
     edit(modules, METHOD)
     config = compose([*quick, "method=mine:Mine", "federation.rounds=1"])
     (run(config).folder / "code.json").unlink()

@@ -25,7 +25,7 @@ LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
 
 
 def spelled_otherwise(content: bytes) -> bytes:
-    """The same tensors, without a word that one could count."""
+    """The same tensors, written without a word that could be counted."""
     header = content[8:].replace(b'"dtype"', b'"\\u0064type"')
     return len(header).to_bytes(8, "little") + header
 

@@ -17,7 +17,7 @@ from fedx_pl.mixins import wrap
 
 
 def with_queue(method: type[SSLMethod]) -> type[SSLMethod]:
-    """FedX whose relations are to a queue, by default."""
+    """FedX with relations to a queue by default."""
 
     class Queued(FedXMixin, method):  # type: ignore[misc, valid-type]
         def __init__(
@@ -248,7 +248,7 @@ def test_absent_global_terms_leave_the_method_as_it_is(name: str) -> None:
 
 
 class OutsideMethod(SSLMethod):
-    """Written as a user would, in another file."""
+    """A method as a user would write it in another file."""
 
     def loss(self, batch: Views, z: Embeddings) -> Loss:
         return Loss(distance=(z.first - z.second).square().mean())

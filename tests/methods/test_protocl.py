@@ -7,7 +7,7 @@ from fedx_pl.methods.protocl import k_means
 def test_k_means_stops_when_nothing_changes_with_the_same_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against twenty iterations of Lloyd's algorithm, bit for bit."""
+    """The result equals twenty iterations of Lloyd's algorithm, bit for bit."""
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     rows = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:3]
     centers = x[rows]

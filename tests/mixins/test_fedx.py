@@ -141,7 +141,7 @@ def test_f_takes_the_next_global_model_in_place() -> None:
     torch.testing.assert_close(teacher(x), other.eval().embed(x), rtol=1e-4, atol=1e-5)
 
 
-def test_f_of_an_untrained_model_normalises_by_the_batch_and_later_by_its_statistics() -> None:
+def test_f_of_an_untrained_model_normalizes_by_the_batch_and_later_by_its_statistics() -> None:
     """Initial statistics (0, 1) would give all images nearly one embedding."""
     model, _ = started()
     assert model.global_model.network[0].bn1.training

@@ -107,7 +107,7 @@ def base_model() -> SSLMethod:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A finished run, as far as FedCA looks at it."""
+    """The files of a finished run that FedCA reads."""
     (tmp_path / "run").mkdir()
     weights = GlobalState(weights=base_model().shared_state())
     Checkpoints(tmp_path / "run").commit(RunState(round=3), weights)

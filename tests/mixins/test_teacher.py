@@ -62,7 +62,7 @@ def test_it_keeps_nothing_of_the_source_alive_or_in_step() -> None:
 
 
 class LayerAndNorm(nn.Module):
-    """What would be folded, if ``forward`` did not forbid it."""
+    """Layers that would be folded if ``forward`` allowed it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_a_network_that_cannot_be_traced_runs_unfolded() -> None:
 
 
 def check_without_folding(source: nn.Module, *shape: int) -> None:
-    """Equal to the source in eval mode, before and after a refresh."""
+    """Checks equality with the source in eval mode, before and after a refresh."""
     frozen, x = Frozen(), torch.randn(8, *(shape or (4,)))
     for _ in range(2):
         source.train()(torch.randn(8, *(shape or (4,))) * 2 + 1)
@@ -132,7 +132,7 @@ def test_a_network_that_changes_with_its_mode_is_traced_as_it_runs() -> None:
 
 
 def test_a_batchnorm_that_is_never_used_does_not_block_the_others() -> None:
-    """Its counter stays 0, the others use their statistics all the same."""
+    """Its counter stays 0; the others still use their statistics."""
 
     class Spare(LayerAndNorm):
         def __init__(self) -> None:

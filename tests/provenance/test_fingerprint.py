@@ -185,7 +185,7 @@ def test_the_same_text_has_the_same_code_and_comments_do_not_count() -> None:
 
 
 def test_every_edit_shows() -> None:
-    """Each number of the cell stands for an edit of its own."""
+    """Each number of the cell stands for a separate edit."""
     first = code_of(notebook(CELL))
     missed = [number for number in NUMBERS if code_of(notebook(renumbered(number))) == first]
     assert missed == []

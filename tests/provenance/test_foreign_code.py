@@ -20,9 +20,9 @@ def test_a_method_of_the_package_has_no_foreign_code(name: str) -> None:
 
 
 def test_what_a_method_imports_counts_however_it_is_imported(modules: Path) -> None:
-    """Directly, from a sub-folder without ``__init__``, through a module, within a function.
+    """Imports are direct, from a folder without ``__init__``, through a module, in a function.
 
-    What nobody imports does not count, nor does a library.
+    A file that is not imported does not count, nor does a library.
     """
     (modules / "parts").mkdir()
     (modules / "parts" / "blocks.py").write_text("import constants\n")
@@ -68,7 +68,7 @@ class Mine(FedXMixin, extra.Extra, basis.Basis):
 def test_an_installed_method_counts_with_its_package_and_no_other(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pip installs it: among others, each with its ``dist-info``."""
+    """Packages lie side by side, each with its ``dist-info``, as pip installs them."""
     site = modules / "site-packages"
     monkeypatch.syspath_prepend(str(site))
     write_modules(

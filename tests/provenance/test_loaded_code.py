@@ -20,7 +20,7 @@ def load(name: str) -> type[SSLMethod]:
 
 
 def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modules: Path) -> None:
-    """Python keeps the old code: neither the old nor the new hash would be the truth."""
+    """Python keeps the old code: neither the old nor the new hash would be right."""
     write_modules(modules, mine=METHOD)
     method = load("mine")
     assert require_current(method) == code_of(method)
@@ -32,7 +32,7 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(modu
 
 
 def test_an_edit_between_the_import_and_the_first_run_is_noticed(modules: Path) -> None:
-    """Wherever in the file, and without any run before it.
+    """The edit may be anywhere in the file, with no run before it.
 
     What was loaded is noted when the class is made.
     """
@@ -124,7 +124,7 @@ def test_a_module_that_was_reloaded_is_current_and_what_has_its_old_values_is_no
 def test_a_decorator_that_rewrites_bytecode_is_no_edit(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As typeguard's does. A file that is older than the process cannot have been edited since."""
+    """Typeguard's does. A file older than the process cannot have been edited since."""
     rewriting = """
     def rewritten(function):
         function.__code__ = function.__code__.replace(co_consts=(None, 7))

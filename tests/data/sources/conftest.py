@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def lines() -> list[str]:
-    """What was reported, by ``report=lines.append``."""
+    """The reported lines; pass ``report=lines.append``."""
     return []
 
 

@@ -19,7 +19,7 @@ BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
 def silent(line: object) -> None:
-    """Takes reports that a test does not look at."""
+    """A ``report`` function that ignores its lines."""
 
 
 def options(root: Path, name: str = "cifar10", **changes: object) -> DataOptions:
@@ -48,7 +48,7 @@ def cifar_expected() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def write_cifar10(folder: Path) -> Path:
-    """Writes a small CIFAR-10 that can be read without a checksum, since it is no pickle."""
+    """Writes a small CIFAR-10 that can be read without a checksum, since it is not a pickle."""
     archive = folder / "cifar-10-binary.tar.gz"
     write_tar(archive, binary_members(), "cifar-10-batches-bin")
     return archive

@@ -10,7 +10,7 @@ from fedx_pl.data.images import DataOptions, ImageData
 
 
 def options(tmp_path: Path, **changes: object) -> DataOptions:
-    """Images in ``images``, cached in ``cache``."""
+    """Options for images in ``images``, cached in ``cache``."""
     settings: dict[str, object] = {
         "name": "folder",
         "root": str(tmp_path / "images"),
@@ -30,7 +30,7 @@ def paint(
 
 
 def paint_classes(folder: Path, classes: int = 2, images: int = 3) -> None:
-    """Images of different gray levels, some of each class."""
+    """Writes images of different gray levels, some of each class."""
     for label in range(classes):
         for number in range(images):
             paint(folder / "images" / f"class{label}" / f"{number}.png", 40 * label + 9 * number)

@@ -13,7 +13,7 @@ CLOSED = "http://127.0.0.1:1/"  # nothing listens on port 1: refused at once
 
 
 def close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No address answers and no package client is installed."""
+    """Makes the addresses of all data sets unreachable and hides all package clients."""
     monkeypatch.setattr(fetch, "PROBE_SECONDS", 300.0)  # a loopback server may take its time
     monkeypatch.setattr(CIFAR10, "url", CLOSED + CIFAR10.filename)
     monkeypatch.setattr(CIFAR100, "url", CLOSED + CIFAR100.filename)

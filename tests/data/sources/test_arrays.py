@@ -25,7 +25,7 @@ CLIENTS = Given(clients=2, rows=(tuple(range(24)), tuple(range(24, 48))))
 
 
 def images(seed: int = 0, channels: int = 3) -> ImageData:
-    """Two classes; the name is one that the user may well give."""
+    """Images of two classes with a name that a user may give."""
     rng = np.random.default_rng(seed)
     labels = np.arange(60) % 2
     pixels = (
@@ -73,7 +73,7 @@ def trained(home: Path) -> FederatedTrainer:
 def test_the_run_says_what_the_arrays_are_and_the_encoder_knows_their_side(
     trained: FederatedTrainer,
 ) -> None:
-    """Neither CIFAR-10's mean and deviation, nor a limit of the profile that nobody applied."""
+    """It records neither CIFAR-10's mean and deviation nor an unused limit of the profile."""
     folder = trained.folder
     config = load(folder / "config.yaml")
     assert folder.name.startswith("arrays-simclr-cpu-")
@@ -131,7 +131,7 @@ def test_evaluating_arrays_is_refused_at_once_and_works_in_python(
 
 @pytest.mark.usefixtures("trained")
 def test_a_run_on_other_arrays_is_another_run(home: Path) -> None:
-    """Whatever fingerprint the user gave them."""
+    """The arrays count, whatever fingerprint the user gave them."""
     with pytest.raises(UserError, match="holds a run on other images"):
         fit(home, images(seed=1))
     assert fit(home, replace(images(), fingerprint="another name")).history

@@ -85,7 +85,7 @@ class TestWhatIsNotACache:
         assert load(named_options(root), report=silent).source.startswith("cache")
 
     def test_only_names_of_ours_are_swept(self, root: Path) -> None:
-        """What a killed writer left goes after a day; a backup whose name begins alike stays."""
+        """Files of a killed writer are deleted after a day; a backup with a similar name stays."""
         backup = root / "cache" / ".cifar10-mybackup"
         unfinished = root / "cache" / f".fedx-pl-cifar10-{'0a' * 16}"
         for folder in (backup, unfinished, unfinished.with_name(f"{unfinished.name}-old")):
@@ -138,7 +138,7 @@ class TestFlippedBits:
     def test_every_part_of_a_folder_s_cache(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flips: int
     ) -> None:
-        """Bits all over each file, header and manifest too.
+        """Flips bits in all parts of each file, header and manifest included.
 
         The images are decoded again, or nothing has changed.
         """

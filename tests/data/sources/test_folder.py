@@ -331,7 +331,7 @@ def test_images_beyond_the_memory_are_refused_with_their_size(
     command: str,
     what: str,
 ) -> None:
-    """One of them takes 12 GB, and the machine has 8."""
+    """One image takes 12 GB, and the machine has 8 GB."""
     paint_classes(tmp_path)
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}
     monkeypatch.setattr("os.sysconf", lambda name: pages[name])

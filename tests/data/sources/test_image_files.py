@@ -71,7 +71,7 @@ def test_every_color_mode(tmp_path: Path, mode: str, grayscale: bool) -> None:
 
 
 def test_a_side_that_no_image_has_is_refused_by_the_header(tmp_path: Path) -> None:
-    """Few enough pixels, but a pointer for each of 80 million rows."""
+    """The pixels are few, but each of 80 million rows needs a pointer."""
     paint_classes(tmp_path)
     for name, size in (("tall", (1, 80_000_000)), ("wide", (80_000_000, 1))):
         (tmp_path / "images" / "class0" / f"{name}.png").write_bytes(header_of_png(*size))
@@ -100,7 +100,7 @@ def test_color_keeps_all_levels_as_well(tmp_path: Path, kind: str, alpha: bool) 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_white_is_zero(tmp_path: Path, dtype: type, packed: bool) -> None:
-    """X-rays are saved so.
+    """X-rays are often saved this way.
 
     Pillow inverts 8 bits only, and the image would be the negative of its neighbors.
     """

