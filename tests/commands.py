@@ -170,7 +170,7 @@ def fedx_pl(
     environment: Mapping[str, str] | None = None,
     timeout: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; stdout and stderr are told apart."""
+    """Runs a command to its end and returns stdout and stderr separately."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         err = Path(folder) / "err"

@@ -63,7 +63,7 @@ def free_port() -> int:
 
 
 def wait_until(true: Callable[[], bool], what: str, *, seconds: float = PATIENCE) -> None:
-    """Until something is so."""
+    """Waits until a condition is true."""
     give_up = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < give_up, f"{what}: not in {seconds} s"
@@ -71,7 +71,7 @@ def wait_until(true: Callable[[], bool], what: str, *, seconds: float = PATIENCE
 
 
 def alive(process: int) -> bool:
-    """Whether there is such a process."""
+    """Whether the process is running."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

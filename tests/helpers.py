@@ -149,7 +149,7 @@ def every_round(*_: int) -> tuple[bool, bool]:
 
 
 class Watching(RoundCallback):
-    """Keeps what a run would show. It can take the place of an engine's trainer, too."""
+    """Keeps what a run would show; it can also replace an engine's trainer."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

@@ -58,8 +58,8 @@ def test_the_stem_can_be_chosen(stem: str, map_side: int) -> None:
     assert maps[0].shape[-1] == map_side
 
 
-def test_every_convolution_is_initialised_as_in_torchvision() -> None:
-    """Kaiming, fan out: the standard deviation of a 3x3 convolution to c channels is sqrt(2 / 9c)."""
+def test_every_convolution_is_initialized_as_in_torchvision() -> None:
+    """Kaiming, fan out: a 3x3 convolution to c channels has a deviation of sqrt(2 / 9c)."""
     torch.manual_seed(0)
     for width in (32, 64):
         net = build(BackboneOptions("resnet18", width), channels=3, image_size=32)
@@ -89,7 +89,7 @@ def test_a_mistake_is_named_before_data_are_fetched(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
-    """Its shortcuts leave pixels out before the 1x1 convolution instead of within it."""
+    """Its shortcuts subsample before the 1x1 convolution instead of within it."""
     net = build(BackboneOptions("resnet18", width=4), channels=3, image_size=32).eval()
     usual = torchvision.models.resnet18()
     usual.inplanes = 4
@@ -106,12 +106,14 @@ def test_a_thin_network_is_the_same_function_under_the_same_names() -> None:
     torch.testing.assert_close(net(x), usual.eval()(x))
 
 
-@pytest.mark.parametrize(
-    "side", [32, 64]
-)  # The larger the image, the further past its buffer it was.
+# The larger the image, the further past its buffer the kernel wrote.
+@pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.slow
 def test_thin_networks_leave_the_heap_as_it_was(side: int) -> None:
-    """torch 2.15's kernels wrote past their buffers for them; glibc ends the process, so it is one of its own."""
+    """torch 2.15's kernels wrote past their buffers.
+
+    glibc then aborts the process, so each case runs in a separate one.
+    """
     script = f"""
 import torch
 from fedx_pl.backbones import BackboneOptions, build
@@ -119,7 +121,8 @@ from fedx_pl.backbones import BackboneOptions, build
 torch.set_num_threads(1)
 for width in (1, 4, 7, 8):
     for name in ("resnet10", "resnet50"):
-        net = build(BackboneOptions(name, width), channels=3, image_size={side}).to(memory_format=torch.channels_last)
+        net = build(BackboneOptions(name, width), channels=3, image_size={side})
+        net = net.to(memory_format=torch.channels_last)
         for step in range(3):
             x = torch.randn(8, 3, {side}, {side}).contiguous(memory_format=torch.channels_last)
             net(x).square().mean().backward()

@@ -55,7 +55,7 @@ def settled(**fedx: Any) -> tuple[SSLMethod, ClientData]:
     return start(model, data), data
 
 
-# --- clocks ---------------------------------------------------------------------------------------------------------
+# --- clocks ---------------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns() -> None:
@@ -87,7 +87,7 @@ def test_a_multiply_add_is_two_flops() -> None:
     assert flops(lambda: a @ b) == 2 * 3 * 5 * 7
 
 
-# --- targets --------------------------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------
 
 
 def test_a_target_knows_its_direction() -> None:
@@ -102,11 +102,11 @@ def test_a_number_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
 
 
-# --- the contenders compute what they stand for -----------------------------------------------------------------------
+# --- the contenders compute what they stand for ---------------------------------------------------
 
 
 def test_reference_and_ours_have_the_same_loss_and_gradient() -> None:
-    """F on three views in NCHW, as one loop, against F on two views in channels_last, through the mixin."""
+    """Compares a loop, F on three views in NCHW, with the mixin, F on two in channels_last."""
     model, data = settled(divergence="authors")
     network = reference.Network(model).train()
     frozen = reference.Network(model).eval()
@@ -164,8 +164,9 @@ def test_reference_probe_is_as_accurate_as_ours() -> None:
 
 
 def test_reference_and_ours_see_the_same_number_of_images(thin_and_few: list[str]) -> None:
-    run = Setting(CPU, overrides=tuple(thin_and_few)).build(*variant("FedX", 16), "federation.rounds=1",
-                                                            "federation.clients=2", "federation.epochs=1")  # fmt: skip
+    setting = Setting(CPU, overrides=tuple(thin_and_few))
+    short = ("federation.rounds=1", "federation.clients=2", "federation.epochs=1")
+    run = setting.build(*variant("FedX", 16), *short)
     theirs = reference.Reference(run)
     before = {name: tensor.clone() for name, tensor in theirs.server.state_dict().items()}
     assert theirs() == images_of(run) == training_round(run).images == 2 * 7 * 16  # 120 images each
@@ -210,7 +211,7 @@ def test_runs_begin_with_a_settled_batchnorm_and_are_not_evaluated(thin_and_few:
     assert not run.trainer.evaluator.possible
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

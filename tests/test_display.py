@@ -44,7 +44,7 @@ def test_the_rate_between_rare_reports_counts_down() -> None:
 
 
 def test_the_eta_follows_the_current_rate() -> None:
-    """1,000 steps of 0.1 s, then 240 of 1 s: 760 steps are left. The mean rate would say 3.5 min."""
+    """760 steps are left after 1,000 of 0.1 s and 240 of 1 s; the mean rate would give 3.5 min."""
     clock = Clock()
     display = Display(console(terminal=False), "training", clock=clock)
     for done in range(1001):
@@ -58,7 +58,7 @@ def test_the_eta_follows_the_current_rate() -> None:
 
 
 def test_what_was_done_before_the_start_does_not_count_for_the_eta() -> None:
-    """50 of 60 rounds are there when a sweep is resumed; the first here takes 100 s."""
+    """50 of 60 rounds exist when a sweep is resumed; the first new one takes 100 s."""
     clock = Clock()
     display = Display(console(terminal=False), "sweep", clock=clock)
     display.update(50, 60)

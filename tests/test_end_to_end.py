@@ -1,4 +1,4 @@
-"""Real CIFAR-10, the real commands, from data to summary: what a first user sees. Minutes, not seconds."""
+"""Real commands on real CIFAR-10, from data to summary, as a new user runs them; slow."""
 
 import csv
 import json

@@ -1,6 +1,6 @@
 """Run folders that are damaged, forged, full of links, or on a full disk.
 
-They never lie, and nothing outside changes.
+Commands never give a wrong result from them, and change nothing outside.
 
 FEDX_FLIPS=2000 pytest -m slow tests/test_folders.py      # more than CI has time for
 """
@@ -92,7 +92,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def forge(
     run: Path, change: Callable[[Any], Any], weights: Callable[[Any], Any] = lambda state: state
 ) -> None:
-    """Changes the newest round as a stranger would: with checksums that fit."""
+    """Changes the newest round as a stranger would, with matching checksums."""
     folder = run / "checkpoints" / "round_00002"
     shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
     shutil.rmtree(run / "checkpoints" / "round_00001")
@@ -104,7 +104,7 @@ def forge_record(
     change: Callable[[Any], Any],
     tensors: Callable[[Any], Any] = lambda tensors: tensors,
 ) -> None:
-    """Changes a record, with checksums that fit."""
+    """Changes a record, with matching checksums."""
     changed = change(json.loads((folder / "state.json").read_text()))
     text = changed if isinstance(changed, str) else json.dumps(changed)
     content = save(tensors(load_file(folder / "global.safetensors")))
@@ -184,7 +184,7 @@ def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(
 def test_a_link_to_a_run_folder_and_a_logger_s_links_are_fine(
     run: Path, words: list[str], tmp_path: Path
 ) -> None:
-    """Weights & Biases keeps links in a folder of its own, which this package does not write to."""
+    """Weights & Biases keeps links in its own folder, which this package does not write to."""
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to("nowhere")
     (tmp_path / "link").symlink_to(run)
@@ -229,7 +229,7 @@ def one_image_less(run: Path) -> None:
 
 
 def another_shape(run: Path) -> None:
-    """A record that is well-formed, of an update that is not."""
+    """A well-formed record of a malformed update."""
 
     def other_shape(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         four_dimensional = (name for name, tensor in tensors.items() if tensor.ndim == 4)
@@ -244,7 +244,7 @@ def unknown_client(run: Path) -> None:
 
 
 def another_client(run: Path) -> None:
-    """The update of one client in the place of another."""
+    """Puts the update of one client in the place of another."""
     shutil.rmtree(run / "pending" / "00001")
     shutil.copytree(first_update(run), run / "pending" / "00001")
 
@@ -255,7 +255,7 @@ def wrong_types(run: Path) -> None:
 
 
 def private_state(run: Path) -> None:
-    """Noticed now, and not when the client trains in the next round."""
+    """Damages private state; it is noticed at once, not when the client trains next."""
     file = run / "clients" / "00000_round_00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -291,7 +291,7 @@ def test_a_bad_record_of_an_unfinished_round_is_dropped_and_its_client_trains_ag
     tmp_path: Path,
     damage: Callable[[Path], None],
 ) -> None:
-    """The run ends as one that was never interrupted, to the bit."""
+    """The run ends bit-identical to one that was never interrupted."""
     config = compose([*words, f"run.dir={tmp_path / 'run'}", "logger=[]"])
     shutil.copytree(interrupted, tmp_path / "run")
     assert len(list((tmp_path / "run" / "pending").iterdir())) == 2
@@ -345,9 +345,13 @@ def no_split(run: Path) -> str:
 
 @pytest.mark.parametrize("damage", [other_mean, other_clients, no_split])
 def test_what_train_refuses_the_other_commands_refuse(
-    run: Path, words: list[str], pictures: Path, tmp_path: Path, damage: Callable[[Path], str],
+    run: Path,
+    words: list[str],
+    pictures: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], str],
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     message = damage(run)
     for command in (
         ["evaluate", str(run), "knn"],
@@ -368,7 +372,7 @@ def test_what_train_refuses_the_other_commands_refuse(
 
 
 def test_a_run_of_an_earlier_version_is_read_as_before(run: Path) -> None:
-    """It has no record of what its files said."""
+    """Such a run has no checksums of its other files."""
     other_mean(run)
     forge(
         run, lambda manifest: {key: value for key, value in manifest.items() if key != "described"}
@@ -382,7 +386,7 @@ def images() -> ImageData:
 
 
 def fit_in_python(images: ImageData, run: Path) -> None:
-    """A run of two rounds that is made from objects."""
+    """Runs two rounds from Python objects."""
     data = FederatedDataModule(images, partition=IID(clients=2), batch_size=8)
     tiny_trainer(run, evaluation=None).fit(thin_model(SimCLR), data)
 
@@ -438,7 +442,7 @@ def test_the_first_weights_of_a_run_made_from_objects_have_a_checksum(
 def test_a_copy_among_the_checkpoints_is_neither_read_nor_deleted(
     run: Path, words: list[str], copy: str
 ) -> None:
-    """Only ``round_`` and five digits are ours."""
+    """Only folders named ``round_`` and five digits belong to the run."""
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "round_00001", checkpoints / copy)
     assert Checkpoints(run).rounds() == [1, 2]
@@ -568,7 +572,7 @@ FORGED: dict[str, Callable[[Any], Any]] = {
 def test_a_forged_state_ends_in_a_clean_error(
     run: Path, words: list[str], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With checksums that fit; what a command does not need it may take."""
+    """The checksums match; a command may accept a part that it does not need."""
     forge(run, FORGED[kind])
     for command in (
         ["export", str(run), "--to", "safetensors"],
@@ -610,7 +614,7 @@ def test_weights_that_are_not_finite_are_not_exported(
 def results(run: Path) -> list[Any]:
     """Encoder, accuracy and geometry.
 
-    None for what is refused, or what a warning says is of another round.
+    None for what is refused, or what a warning reports as from another round.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -633,7 +637,7 @@ def results(run: Path) -> list[Any]:
 
 
 def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
-    """Of the files that export reads, without the images."""
+    """Flips bits in the files that export reads, except the images."""
     draw = random.Random(1)
     expected = Encoder.of(run)
     names = ["config.yaml", "split.json"]
@@ -663,7 +667,7 @@ def test_no_flip_of_a_bit_that_decides_gives_another_result(run: Path) -> None:
 
 @pytest.mark.slow
 def test_no_flip_of_any_file_gives_another_result(run: Path) -> None:
-    """It is refused, warned about, or changes nothing."""
+    """A flip is refused, warned about, or has no effect."""
     draw, usual = random.Random(0), results(run)
     assert None not in usual
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
@@ -724,7 +728,7 @@ def test_a_full_disk_leaves_the_table_that_was_embedded_before(
 def test_a_file_that_may_not_grow_leaves_the_earlier_one(
     run: Path, tmp_path: Path, to: str
 ) -> None:
-    """As on a full disk, in a process of its own, which torch's own writers would abort."""
+    """Simulates a full disk in a separate process, which torch's own writers would abort."""
     if to == "onnx":
         pytest.importorskip("onnxscript", reason="needs ONNX: pip install -e '.[onnx]'")
     (tmp_path / "a").write_text("earlier")
@@ -743,7 +747,7 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_one(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MB, where one may be mounted."""
+    """A file system of 64 MB, if mounting is allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(

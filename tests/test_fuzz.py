@@ -1,4 +1,6 @@
-"""Nonsense of every kind: a clean error or a sound result, never a traceback, never a wrong file taken for a good one.
+"""Random and hostile input gives a clean error or a correct result, never a traceback.
+
+A damaged file is never taken for a good one.
 
 FEDX_FUZZ=20000 pytest tests/test_fuzz.py      # cases of each test; CI tries fewer
 """
@@ -39,20 +41,25 @@ fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=QUIET)
 KEYS = [key for key, _, _ in all_keys()]
 # Values that have brought something down, here or elsewhere.
 HOSTILE = [
-    "", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999", "-0", "0x10", "${seed}", "${", "$", "${oc.env:HOME}", "???",
-    "[???]", "!!python/object/apply:os.system [true]", "*a", "&a b", "[*a]", "[&a [*a]]", "inf", "-inf", "nan", "-1",
-    "0", "1", "2", "1e308", "9" * 20, "-" + "9" * 20, "9" * 5000, "[" * 3000, "{a: " * 2000, "../../x", "..", ".",
-    "a/b", "a\\b", "/dev/zero", "/dev/null", "/etc/passwd", "x" * 300, "x" * 100_000, "\0", "a\0b", "a\nb",
-    "\x1b[31m", "\udcff", "\ud800", "é", "\u202e", "true", "simclr", "byol", "cifar10", "folder", "arrays", "a:b", ":",
-    "a:", ":b", "..:x", "os:system", "[os:system]", "[fedx]", "[[1],[2]]", "[{a: 1}]", "[inf]", "[nan,0]", "[-1]",
-    "cuda:99999999999", "cifar10-", "-", "--", "=", "a=b", "1_000", "1,5", "٣", "0.5", "[0.5,0.5,0.5]", "[a,b,c]",
+    "", "null", "~", "[]", "{}", "[1,2", "{a: b}", "1e999", "-0", "0x10", "${seed}", "${", "$",
+    "${oc.env:HOME}", "???", "[???]", "!!python/object/apply:os.system [true]", "*a", "&a b",
+    "[*a]", "[&a [*a]]", "inf", "-inf", "nan", "-1", "0", "1", "2", "1e308", "9" * 20,
+    "-" + "9" * 20, "9" * 5000, "[" * 3000, "{a: " * 2000, "../../x", "..", ".", "a/b", "a\\b",
+    "/dev/zero", "/dev/null", "/etc/passwd", "x" * 300, "x" * 100_000, "\0", "a\0b", "a\nb",
+    "\x1b[31m", "\udcff", "\ud800", "é", "\u202e", "true", "simclr", "byol", "cifar10", "folder",
+    "arrays", "a:b", ":", "a:", ":b", "..:x", "os:system", "[os:system]", "[fedx]", "[[1],[2]]",
+    "[{a: 1}]", "[inf]", "[nan,0]", "[-1]", "cuda:99999999999", "cifar10-", "-", "--", "=", "a=b",
+    "1_000", "1,5", "٣", "0.5", "[0.5,0.5,0.5]", "[a,b,c]",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.sampled_from(HOSTILE),
-    st.integers().map(str), st.floats().map(str), st.booleans().map(str), st.text(max_size=30),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.booleans().map(str),
+    st.text(max_size=30),
     st.text(string.printable, max_size=20),
     st.lists(st.one_of(st.integers(), st.floats(), st.text(max_size=5)), max_size=4).map(str),
-)  # fmt: skip
+)
 
 
 @fuzz
@@ -104,7 +111,7 @@ def any_words(rng: random.Random) -> list[str]:
 
 
 def any_line(rng: random.Random, run: str) -> list[str]:
-    """Something to type after ``fedx-pl``; nothing of it trains, fetches images or listens."""
+    """Arguments for ``fedx-pl`` that do not train, fetch images or listen on a port."""
     folder = rng.choice([run, run, any_value(rng)])
     out = ["-o", rng.choice([value for value in HOSTILE if not value.startswith(("/", ".."))])]
     lines = {
@@ -163,7 +170,7 @@ def test_any_command_line_ends_in_success_or_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever is typed: no traceback, and no file but where one was asked for."""
+    """No input gives a traceback, or a file in a place that was not asked for."""
 
     def only_checked(config: Config, *arguments: object, **settings: object) -> None:
         require_possible(config)
@@ -193,9 +200,16 @@ def test_any_command_line_ends_in_success_or_in_one_line(
 
 @fuzz
 @given(
-    st.sampled_from([*PARTITIONS]), st.integers(0, 60), st.integers(1, 6), st.integers(1, 12),
-    st.floats(1e-3, 1e3), st.integers(0, 12), st.integers(1, 7), st.integers(0, 2**40), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([*PARTITIONS]),
+    st.integers(0, 60),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.floats(1e-3, 1e3),
+    st.integers(0, 12),
+    st.integers(1, 7),
+    st.integers(0, 2**40),
+    st.booleans(),
+)
 def test_any_partition_deals_every_image_at_most_once_or_says_why_not(
     kind: str,
     images: int,
@@ -337,7 +351,7 @@ DAMAGE = (st.floats(0, 1), st.sampled_from(["flip", "truncate", "insert"]), st.i
 def test_a_damaged_checkpoint_is_noticed(
     two_rounds: Path, tmp_path: Path, name: str, where: float, how: str, value: int
 ) -> None:
-    """The newest one is damaged: the run goes on from the one before, or from the newest if the change is harmless."""
+    """The run resumes from the round before, or from the newest if its damage is harmless."""
     folder = copied(two_rounds, tmp_path)
     file = folder / "checkpoints" / "round_00002" / name
     before = file.read_bytes()

@@ -1,8 +1,9 @@
-"""The mathematics stands still: weights, private states and metrics of tiny federations are those of golden.json.
+"""Weights, private states and metrics of tiny federations equal those in golden.json.
 
-The digits depend on the CPU's kernels. On a kind of machine that golden.json has, weights and private states must be
-the same to the bit; on any other, the numbers must be close. `python tests/test_golden.py` measures again and adds
-this kind of machine; numbers that were there before must then be close to the new ones, or the file is left alone.
+The digits depend on the CPU's kernels. On a kind of machine that is in golden.json, weights and
+private states must be bit-identical; on any other, the numbers must be close.
+`python tests/test_golden.py` measures again and adds this kind of machine. The earlier numbers must
+then be close to the new ones; otherwise the file is not changed.
 Remove golden.json first only where results are meant to change, and say why in the commit.
 """
 
@@ -44,11 +45,16 @@ HELD = {
 RULES = {
     rule: [f"aggregate={rule}", "federation.clients=3"] for rule in ("clip", "median", "trimmed")
 }
-# A small learning rate: with a large one, round 2 makes the last digit of another CPU's kernels visible.
+# The learning rate is small: with a large one, round 2 amplifies differences in the last digit
+# between the kernels of different CPUs.
 SMALL = [
-    "data.limit=96", "evaluation.labels=limit", "federation.clients=2", "optim.batch_size=16", "optim.lr=0.002",
+    "data.limit=96",
+    "evaluation.labels=limit",
+    "federation.clients=2",
+    "optim.batch_size=16",
+    "optim.lr=0.002",
     "run.threads=1",
-]  # fmt: skip
+]
 OTHERS = {
     "simclr, krum": [
         "aggregate=krum",
@@ -88,22 +94,24 @@ def cases() -> dict[str, list[str]]:
 
 
 def machine() -> str:
-    """What the last digits depend on: torch, its kernels, and the CPU, whose caches decide how work is cut up."""
+    """What the last digits depend on: torch, its kernels, and the CPU with its cache sizes."""
     lines = (
         Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         if Path("/proc/cpuinfo").exists()
         else []
     )
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     cpu = ", ".join(
-        told.get(key, "?") for key in ("model name", "cpu family", "model", "cache size")
+        fields.get(key, "?") for key in ("model name", "cpu family", "model", "cache size")
     )
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {isa}, {cpu}"
 
 
 def measure(words: list[str], root: Path, folder: Path) -> dict[str, Any]:
-    """Runs a federation: digests of its tensors, and numbers that are near each other on all machines."""
+    """Runs a federation; returns digests of its tensors, and numbers to compare approximately."""
     threads = torch.get_num_threads()
     try:
         words = [*tiny_federation(root, folder), *SMALL, *words]
@@ -147,7 +155,7 @@ def _length(tensors: list[torch.Tensor]) -> float:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    """Of the values, whatever their names and their order in a file."""
+    """A digest of the values that ignores their names and their order in a file."""
     each = sorted(
         hashlib.sha256(
             f"{t.dtype} {tuple(t.shape)}".encode() + t.contiguous().numpy().tobytes()
@@ -158,7 +166,7 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def differences(name: str, found: dict[str, Any], golden: dict[str, Any]) -> Iterator[str]:
-    """What is not as it was."""
+    """The differences from the saved results."""
     digests = golden["machines"].get(machine(), {}).get(name)
     for part in ("weights", "private", "metrics") if digests else ():
         if found[part] != digests[part]:

@@ -27,7 +27,10 @@ def test_nt_xent_agrees_with_lightly() -> None:
 
 
 def test_nt_xent_masks_the_anchor_itself() -> None:
-    """One image has no negatives: log(1) = 0. A diagonal masked by 0 instead of -inf would give -log(e / (e + 1))."""
+    """One image has no negatives: log(1) = 0.
+
+    A diagonal masked by 0 instead of -inf would give -log(e / (e + 1)).
+    """
     z1, z2 = embeddings(1, 8), embeddings(1, 8, seed=1)
     assert losses.nt_xent(z1, z2, 0.1).item() == 0.0
 
@@ -38,7 +41,10 @@ def hand_relation(sims: list[float], tau: float) -> list[float]:
 
 
 def test_relational_is_the_jensen_shannon_divergence_derived_by_hand() -> None:
-    """z1 = e1 and z2 = e2 against the anchors e1, e2: p = softmax(1/tau, 0), q = softmax(0, 1/tau), m = (1/2, 1/2)."""
+    """z1 = e1 and z2 = e2 against the anchors e1, e2.
+
+    p = softmax(1/tau, 0), q = softmax(0, 1/tau), m = (1/2, 1/2).
+    """
     tau = 0.5
     p, q = hand_relation([1, 0], tau), hand_relation([0, 1], tau)
     kl_p = sum(a * math.log(a / 0.5) for a in p)
@@ -86,7 +92,7 @@ def test_relational_mean_over_the_batch_does_not_depend_on_its_size() -> None:
 
 
 def test_relational_stays_finite_where_probabilities_vanish() -> None:
-    """tau=.001 puts all mass on one anchor each: the JSD of two point masses is log 2, with finite gradients."""
+    """tau=.001 gives two point masses, whose JSD is log 2; the gradients stay finite."""
     z = torch.eye(2).requires_grad_()
     loss = losses.relational(z[:1], z[1:], torch.eye(2), 0.001)
     loss.backward()
@@ -102,7 +108,8 @@ def test_relational_rejects_an_unknown_divergence() -> None:
 def test_literal_global_contrast_leaves_the_positive_out_of_the_denominator() -> None:
     """Two images, local = global = e1, e2, tau=1.
 
-    Positive cos 1; the denominator holds one local and one global negative, both cos 0: -(1 - log 2).
+    The positive has cos 1; the denominator holds one local and one global negative, both with
+    cos 0: -(1 - log 2).
     """
     z = torch.eye(2, dtype=torch.float64)
     assert losses.global_contrast(z, z, 1.0).item() == pytest.approx(math.log(2) - 1)

@@ -1,4 +1,4 @@
-"""The make targets: each is one line of overrides that composes and trains a step; nothing is a script of its own."""
+"""Each make target is one line of overrides that composes and trains a step."""
 
 import shutil
 import subprocess

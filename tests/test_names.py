@@ -1,4 +1,4 @@
-"""Texts from outside: every name can be read, no two names become one, and a terminal obeys none."""
+"""Text from outside: names stay readable and distinct, and no terminal code is executed."""
 
 import io
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_lines_stay_lines() -> None:
     assert for_terminal("one\n\ttwo\x1b]0;title\x07\r") == "one\n\ttwo\\x1b]0;title\\x07\\x0d"
 
 
-def test_the_console_shows_what_a_terminal_would_obey(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_console_escapes_terminal_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     console = progress.make_console()
     console.file = io.StringIO()
     table = Table("name\x1b[31m", title="of\x1b[32m")
@@ -55,7 +55,9 @@ def test_the_console_shows_what_a_terminal_would_obey(monkeypatch: pytest.Monkey
     assert shown.count("\\x1b") == 5
 
 
-def test_errors_show_it_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_escape_terminal_codes_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert cli.main(["evaluate", str(tmp_path / "no\udce9where")]) == 2
     assert "no\\xe9where" in capsys.readouterr().err
     assert cli.main(["train", "run.dir=\x1b[2Jx"]) == 2

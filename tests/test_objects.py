@@ -1,6 +1,6 @@
 """Federations made from plain objects, as a Lightning user would.
 
-No word of the command line anywhere.
+No configuration keys or overrides are involved.
 """
 
 import subprocess
@@ -39,7 +39,7 @@ from fedx_pl import (
     SSLMethod,
     federate,
     resnet10,
-)  # fmt: skip
+)
 from fedx_pl.callbacks.early_stopping import EarlyStopping
 from fedx_pl.cli.main import main
 from fedx_pl.engines import EngineOptions
@@ -119,7 +119,7 @@ def test_fit_again_resumes_a_run_or_reads_a_finished_one(tmp_path: Path) -> None
 def test_an_interrupted_first_round_resumes_from_its_first_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process makes other weights, unless its author thought of a seed."""
+    """A new process has other initial weights unless the user sets a seed."""
     whole = tiny_trainer(tmp_path / "whole", max_rounds=1)
     whole.fit(model(), tiny_data())
     run = LocalTrainer.run
@@ -239,7 +239,7 @@ class Slow(pl.Callback):
 def test_parts_made_with_other_arguments_are_refused(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], what: str
 ) -> None:
-    """Also if they keep them under another name, and although training changes what they count."""
+    """Also if an argument is stored under another name, and although training changes counters."""
     one = tiny_trainer(tmp_path, max_rounds=1, **before)
     one.fit(model(SimCLR), tiny_data())
     one.fit(model(SimCLR), tiny_data())
@@ -415,7 +415,7 @@ def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None
 
 
 def test_an_evaluation_that_trains_clients_leaves_the_run_as_it_is(tmp_path: Path) -> None:
-    """Its numbers stand beside those of the round, under names of their own."""
+    """Its numbers are added to those of the round under separate names."""
     plain, measured = (
         tiny_trainer(tmp_path / "plain"),
         tiny_trainer(tmp_path / "measured", evaluations=[Geometry(QUICK)]),
@@ -481,7 +481,7 @@ def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
 
 def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
     class Mine(SimCLR):
-        """Not to be found by any import."""
+        """A class that cannot be imported."""
 
     seen: list[int] = []
 
@@ -496,9 +496,15 @@ def test_federate_takes_a_class_and_arrays(tmp_path: Path) -> None:
         "run": {"root": str(tmp_path), "threads": THREADS},
     }
     done = federate(
-        "", *THIN, "optim.batch_size=8",
-        method=Mine, data=bright_and_dark(), callbacks=[Look()], quiet=True, **settings,
-    )  # fmt: skip
+        "",
+        *THIN,
+        "optim.batch_size=8",
+        method=Mine,
+        data=bright_and_dark(),
+        callbacks=[Look()],
+        quiet=True,
+        **settings,
+    )
     assert seen == [1]
     assert done.folder.name.startswith("arrays-")
     assert done.encoder(torch.zeros(1, 3, 16, 16)).shape[0] == 1

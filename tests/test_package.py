@@ -1,4 +1,4 @@
-"""What is installed: the public names, the metadata, and a wheel that works outside the checkout."""
+"""The installed package: public names, metadata, and a wheel that works outside the checkout."""
 
 import configparser
 import os
@@ -65,7 +65,7 @@ print(*{name.partition(".")[0] for name in set(sys.modules) - before})"""
     assert not slow & set(done.stdout.split())
 
 
-def test_one_version_is_told_everywhere() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == fedx_pl.__version__
     assert f"## [{fedx_pl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
@@ -169,7 +169,7 @@ def test_the_changelog_says_where_a_renamed_python_name_is_now() -> None:
 
 
 def resolve_function_or_class(name: str) -> object:
-    """What a name stands for, unless a module took the place of what it was."""
+    """The object of a name; not a module that replaced an earlier function or class."""
     thing = pkgutil.resolve_name(name)
     if isinstance(thing, ModuleType):
         raise AttributeError(name)
@@ -209,7 +209,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = home / "bin" / "python"
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     own = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
-    # A path in a .pth file lends packages, but not this checkout, which the lender itself has by a .pth file.
+    # A path in a .pth file makes installed packages importable, but not this checkout: .pth files
+    # found there are not processed.
     (Path(own) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     command = [
         sys.executable,
@@ -268,9 +269,21 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
         Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
     shown = run(installed, "--version", cwd=tmp_path)
     assert shown.stdout.startswith(f"fedx-pl {fedx_pl.__version__}, Python 3.")
-    words = ["data=folder", "data.root=images", "data.image_size=32", "method=byol", "fedx=true", "profile=cpu",
-             "backbone.width=4", "federation.clients=2", "federation.rounds=1", "federation.epochs=1",
-             "optim.batch_size=4", f"run.threads={THREADS}", "run.dir=run"]  # fmt: skip
+    words = [
+        "data=folder",
+        "data.root=images",
+        "data.image_size=32",
+        "method=byol",
+        "fedx=true",
+        "profile=cpu",
+        "backbone.width=4",
+        "federation.clients=2",
+        "federation.rounds=1",
+        "federation.epochs=1",
+        "optim.batch_size=4",
+        f"run.threads={THREADS}",
+        "run.dir=run",
+    ]
     trained = run(installed, "train", *words, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "run" / "encoder.safetensors").exists()
@@ -298,10 +311,10 @@ assert main(["report"]) == 2"""
     ("given", "expected"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
 )
-def test_threads_spin_only_for_a_moment_unless_told_otherwise(
+def test_threads_spin_only_briefly_unless_set_otherwise(
     given: dict[str, str], expected: str
 ) -> None:
-    """It must be set before torch is imported, which the package itself does not do."""
+    """It must be set before torch is imported; importing the package does not import torch."""
     code = (
         "import fedx_pl, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""Run folders, checkpoints and configurations that somebody sent: nothing in them runs, all end in a clean error."""
+"""Received run folders, checkpoints and configurations: no code in them runs, errors are clean."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def replace_weights(run: Path, content: bytes) -> None:
-    """As a stranger would: with checksums that fit."""
+    """Replaces the weights as a stranger would, with matching checksums."""
     (folder,) = (run / "checkpoints").glob("round_*")
     (folder / "global.safetensors").unlink()  # The best round shares the file.
     (folder / "global.safetensors").write_bytes(content)
@@ -83,9 +83,15 @@ def hostile_weights(mark: Path) -> dict[str, bytes]:
 
 
 KINDS = [
-    "pickle", "torch.save", "huge header", "large header", "more data than there is", "deep header", "empty",
+    "pickle",
+    "torch.save",
+    "huge header",
+    "large header",
+    "more data than there is",
+    "deep header",
+    "empty",
     "another network",
-]  # fmt: skip
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*is damaged")
@@ -104,7 +110,7 @@ def test_hostile_weights_do_nothing(
 def test_a_stranger_s_callbacks_are_not_imported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """They belong to the command that trained: whoever measures, exports or resumes the run did not name them."""
+    """Only the command that trained named them, not the user who resumes or evaluates the run."""
     (tmp_path / "evil.py").write_text(
         f"import pathlib; pathlib.Path({str(tmp_path / 'it ran')!r}).touch()"
     )
@@ -170,10 +176,10 @@ def test_a_configuration_without_end_is_one_line(
     )
 
 
-def test_a_configuration_that_laughs_is_one_line(
+def test_a_configuration_of_nested_aliases_is_one_line(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nine lines of aliases of aliases stand for billions of values."""
+    """Nine lines of nested aliases expand to billions of values."""
     lines = ["x0: &x0 [ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
     file = run / "config.yaml"
@@ -199,7 +205,7 @@ def test_hostile_state_is_refused(run: Path, state: str) -> None:
 def test_fork_starts_a_new_run_from_a_runs_weights(
     run: Path, quick: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a learning rate of almost 0 the first round ends where the other run stopped."""
+    """With a learning rate near 0, the first round ends at the other run's weights."""
     words = [*quick, "federation.rounds=1", "optim.lr=1e-12", "optim.weight_decay=0"]
     assert cli.main(["train", *words, f"run.dir={run}"]) == 2
     assert "optim.lr: 0.01 -> 1e-12" in (error := capsys.readouterr().err)

@@ -1,6 +1,6 @@
 """Whole small federations.
 
-The rounds against a hand-written loop, sampling, resuming, dropping, one run folder.
+Covers a hand-written loop for comparison, sampling, resuming, dropping and the run folder.
 """
 
 import csv
@@ -357,9 +357,9 @@ def test_a_run_folder_has_one_writer(quick: list[str], tmp_path: Path) -> None:
 def test_a_resumed_round_reports_what_an_earlier_process_trained(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clients' steps and images are no work of this process.
+    """Steps and images of its clients do not count as work of this process.
 
-    Not in the ETA, and not in its images per second.
+    They count neither for the ETA nor for the images per second.
     """
     monkeypatch.setattr(pending, "WORTH", 0.0)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks sites more often than over a network."""
+    """Polls sites more often than over a network."""
     from fedx_pl.sites import (
         engine as flower,
     )  # Here: without the extra the tests are skipped, not broken.

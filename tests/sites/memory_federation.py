@@ -53,7 +53,7 @@ class MemoryLink:
 
 
 class Fake:
-    """A site that does not train: it gives back the weights it got, and what else a test wants."""
+    """A site that does not train; it returns the weights it got, and other values a test sets."""
 
     def __init__(self, name: str, **changed: Any) -> None:
         self.name, self.changed, self.deaf = name, changed, False
@@ -65,7 +65,7 @@ class Fake:
             return Content({"site": self.name, "images": 10}, {})
         if kind == wire.END:
             return Content({"site": self.name}, {})
-        told = {
+        counts = {
             "site": self.name,
             "images": 10,
             "seen": 10,
@@ -73,7 +73,7 @@ class Fake:
             "remembered": True,
         }
         return Content(
-            told | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed,
+            counts | {"losses": {"total": 1.0, "term": 0.5}, "metrics": {}} | self.changed,
             content.tensors,
         )
 
@@ -81,7 +81,7 @@ class Fake:
 def federate(
     folder: Path, sites: Mapping[str, Answer], *words: str, timeout: float = 60.0
 ) -> tuple[Any, str]:
-    """A whole run whose sites are functions: its trainer, which has fitted, and its notes."""
+    """Runs a federation whose sites are functions; returns its trainer and its notes."""
     config = compose(
         [*parts.WORDS, f"federation.clients={len(sites)}", f"run.dir={folder}", *words]
     )

@@ -1,4 +1,4 @@
-"""The SuperLink's door: who may come in, with what, and where it listens."""
+"""The SuperLink's door: which requests it lets in, and which answers of sites it accepts."""
 
 import asyncio
 import base64
@@ -34,7 +34,7 @@ SITE = 77  # a site's number
 
 
 class Caller:
-    """Someone with a key, and the door that he stands at."""
+    """A client with a key, and the door that it sends requests to."""
 
     def __init__(self, *, registered: bool = True, curve: Any = None) -> None:
         self.private = ec.generate_private_key(curve or ec.SECP384R1())
@@ -59,7 +59,7 @@ class Caller:
     def knock(
         self, path: str, headers: dict[str, str], body: bytes | None = b"", **scope: Any
     ) -> int:
-        """The status that a request gets; 200 if it is let in. None is a body that never comes."""
+        """Returns a request's status, 200 if it is let in; a body of None never arrives."""
         sent: list[dict[str, Any]] = []
 
         async def send(event: dict[str, Any]) -> None:
@@ -71,23 +71,23 @@ class Caller:
             return {"type": "http.request", "body": body}
 
         lines = [(name.encode(), value.encode()) for name, value in headers.items()]
-        told = {
+        scope = {
             "type": "http",
             "method": "POST",
             "path": path,
             "client": ELSEWHERE,
             "headers": lines,
         } | scope
-        asyncio.run(self.door(told, receive, send))
+        asyncio.run(self.door(scope, receive, send))
         return int(sent[0]["status"])
 
     def ask(self, call: str, request: Any = None) -> int:
-        """A request that is signed as it should be."""
+        """Sends a correctly signed request and returns its status."""
         path, body = FLEET + call, request.SerializeToString() if request is not None else b""
         return self.knock(path, self.headers(path, body), body)
 
 
-def test_a_registered_site_comes_in() -> None:
+def test_a_registered_site_is_let_in() -> None:
     caller = Caller()
     for call in CALLS.keys() - {
         "register-node",
@@ -102,15 +102,26 @@ def test_a_registered_site_comes_in() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/control/start-run", "/v1/runtime/acquire-task", "/health", "/docs", "/", "", "/v1/fleet", "/V1/FLEET/x",
-        "//v1/fleet/x", "/v1/control/../fleet/x", "http://host/v1/fleet/x", "/v1/fleet/get-run", "/v1/fleet/get-fab",
+        "/v1/control/start-run",
+        "/v1/runtime/acquire-task",
+        "/health",
+        "/docs",
+        "/",
+        "",
+        "/v1/fleet",
+        "/V1/FLEET/x",
+        "//v1/fleet/x",
+        "/v1/control/../fleet/x",
+        "http://host/v1/fleet/x",
+        "/v1/fleet/get-run",
+        "/v1/fleet/get-fab",
         "/v1/fleet/unregister-node",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "client", [ELSEWHERE, HERE, ("::1", 5000, 0, 0), ("::ffff:127.0.0.1", 5000), None]
 )
-def test_all_else_is_for_nobody_wherever_he_is(path: str, client: Any) -> None:
+def test_other_paths_are_refused_for_every_address(path: str, client: Any) -> None:
     caller = Caller()
     headers = caller.headers(path)
     for more in ({}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}):
@@ -125,7 +136,7 @@ def test_only_post() -> None:
 
 
 def test_a_body_is_not_read_before_the_key_is_looked_at() -> None:
-    """A body of None would never come."""
+    """A body of None never arrives, so reading it would hang."""
     stranger, caller = Caller(registered=False), Caller()
     large = {"content-length": str(300_000_000)}
     assert stranger.knock(PULL, stranger.headers(PULL) | large, None) == 401
@@ -153,7 +164,7 @@ def test_path_body_and_time_are_signed() -> None:
     )
 
 
-def test_a_request_comes_once() -> None:
+def test_a_request_cannot_be_replayed() -> None:
     caller = Caller()
     headers = caller.headers(PULL)
     assert [caller.knock(PULL, headers) for _ in range(2)] == [200, 401]
@@ -179,7 +190,7 @@ def test_clocks_may_differ_by_a_minute(
 
 
 def test_a_body_is_as_long_as_its_call_allows_whatever_its_head_says() -> None:
-    """A chunked body has no length: Content-Length does not count beside it."""
+    """A chunked body has no length, and its Content-Length must be ignored."""
     caller = Caller()
     body = bytes(CALLS["pull-messages"] + 1)
     headers = caller.headers(PULL, body) | {"content-length": "1", "transfer-encoding": "chunked"}
@@ -188,8 +199,8 @@ def test_a_body_is_as_long_as_its_call_allows_whatever_its_head_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["flwr-public-key", "flwr-signature", "x-fedx-signed"])
-def test_who_calls_is_said_once(name: str) -> None:
-    """Flower reads the first of two: one key could pass the door, and another be the site to Flower."""
+def test_doubled_headers_are_refused(name: str) -> None:
+    """Flower reads the first of two headers, so the door and Flower could see different keys."""
     caller, victim = Caller(), Caller()
     first = {name.upper(): victim.headers(PULL).get(name, "x")}
     second = {"flwr-signature": "y"} | caller.headers(PULL)
@@ -215,7 +226,7 @@ def test_a_site_has_a_few_requests_at_once() -> None:
     assert caller.ask("pull-messages") == 429
 
 
-# --- what a site may say ----------------------------------------------------------------------------------------------
+# --- what a site may say --------------------------------------------------------------------------
 
 
 def tree(name: str, *children: ObjectTree) -> ObjectTree:
@@ -254,7 +265,7 @@ def test_a_site_answers_what_it_was_asked(asked: Caller) -> None:
         (lambda: answer(source=1), 403),  # in the coordinator's name
         (lambda: answer(source=SITE + 1), 403),
         (lambda: answer(source=1, reply_to=""), 403),
-        (lambda: answer(reply_to=""), 410),  # a message of its own
+        (lambda: answer(reply_to=""), 410),  # not an answer
         (lambda: answer(reply_to="another's"), 410),
         (lambda: answer(parts_of=tree("something else")), 400),
         (
@@ -264,15 +275,15 @@ def test_a_site_answers_what_it_was_asked(asked: Caller) -> None:
         (lambda: PushMessagesRequest(node=Node(node_id=SITE)), 400),
     ],
 )
-def test_a_site_says_nothing_else(
+def test_a_site_can_send_nothing_else(
     asked: Caller, request_of: Callable[[], Any], status: int
 ) -> None:
     assert asked.ask("push-messages", request_of()) == status
     assert not asked.reached
 
 
-def test_a_tree_of_parts_is_as_large_as_it_looks(asked: Caller) -> None:
-    """`twice` is stored as two parts: a message of one `twice` in another would stand for ever more."""
+def test_a_tree_of_parts_must_match_what_is_stored(asked: Caller) -> None:
+    """`twice` is stored as two parts, so nesting one `twice` in another would keep growing."""
     asked.stored["twice"] = tree("twice", tree("a"), tree("b"))
     for small in (tree("twice"), tree("x", tree("twice")), tree("twice", tree("a"), tree("a"))):
         assert asked.ask("push-messages", answer(parts_of=tree("answer", small))) == 400
@@ -291,7 +302,7 @@ def test_a_site_fetches_and_confirms_its_own_messages(asked: Caller) -> None:
 
 
 def test_a_part_is_the_same_wherever_an_answer_names_it(asked: Caller) -> None:
-    """`d1` is two parts where it is first named, and `d2` two of `d1`: with each level the parts would double."""
+    """`d1` has two parts and `d2` names `d1` twice, so each level would double the parts."""
     levels = [tree("d1", tree("d0"), tree("d0"))]
     levels += [tree(f"d{n}", tree(f"d{n - 1}"), tree(f"d{n - 1}")) for n in range(2, 6)]
     assert asked.ask("push-messages", answer(parts_of=tree("answer", *levels))) == 400
@@ -305,8 +316,8 @@ def test_a_message_is_answered_once(asked: Caller) -> None:
     assert asked.ask("push-messages", answer()) == 410
 
 
-def test_what_a_site_left_behind_goes_with_its_message(asked: Caller) -> None:
-    """Unread messages and half-uploaded answers would otherwise fill the memory, one with each round."""
+def test_leftovers_of_a_site_are_deleted_with_their_message(asked: Caller) -> None:
+    """Unread messages and half-uploaded answers would otherwise fill the memory over the rounds."""
     deleted: list[str] = []
     asked.ledger.delete = deleted.append
     assert asked.ask("push-messages", answer()) == 200

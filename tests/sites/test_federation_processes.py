@@ -1,7 +1,8 @@
-"""The real thing: coordinator, SuperLink and sites as processes of their own, with TLS and keys, by the command line.
+"""Coordinator, SuperLink and sites as separate processes, with TLS and keys, from the command line.
 
-The sites start before any coordinator and serve one after the other. Client numbers, and with them all random numbers,
-come from the sites' names; so a simulation on the same folders must give the same weights to the bit.
+The sites start before any coordinator and serve several coordinators in turn. Client numbers, and
+therefore all random numbers, are derived from the sites' names, so a simulation on the same
+folders must give bit-identical weights.
 """
 
 import json
@@ -40,7 +41,8 @@ def held(self, context, **rest):
 LocalTrainer.run = held
 """
 
-# Sends what it should, but with NaN in round 1, a wrong shape in round 2 and an unknown tensor in round 3.
+# Sends a normal update, but with NaN in round 1, a wrong shape in round 2 and an unknown tensor in
+# round 3.
 BAD_SITE = """
 import torch
 from fedx_pl.sites.site import Site
@@ -59,7 +61,8 @@ def bad(self, content):
 Site._train = bad
 """
 
-# Turns the weights round, tells what cannot be, and claims all images of the world with a loss of 1e308.
+# Round 1: inverted weights. Round 2: an impossible metric. Round 3: far too many images, a loss of
+# 1e308 and too many metrics.
 LIAR = """
 from fedx_pl.sites.site import Site
 
@@ -73,7 +76,8 @@ def lie(self, content):
     if number == 2:
         return found._replace(meta=found.meta | {"metrics": {"rankme": 0.5}})
     names = {f"n{i}": 1.0 for i in range(60)}
-    return found._replace(meta=found.meta | {"images": 10**7, "losses": {"total": 1e308}, "metrics": names})
+    lies = {"images": 10**7, "losses": {"total": 1e308}, "metrics": names}
+    return found._replace(meta=found.meta | lies)
 
 Site._train = lie
 """
@@ -104,7 +108,7 @@ class Federation:
         assert main(["federate", "keys", "--sites", "a,b,c,d", *words]) == 0
 
     def start(self, name: str, images: str = "", code: str = HELD) -> Command:
-        """A site; its private state is that of the process before it."""
+        """Starts a site with the private state of its previous process."""
         place = self.folder / f"at-{name}"
         place.mkdir(exist_ok=True)
         log = place / f"{len(list(place.glob('*.log')))}.log"
@@ -120,7 +124,7 @@ class Federation:
         return Command(log, "federate", "client", *words, code=code)
 
     def hold(self, round: int, names: str = "c") -> None:
-        """Keeps sites training in a round, until they are killed or let go."""
+        """Keeps sites training in a round until they are killed or released."""
         for name in names:
             (self.folder / f"at-{name}" / "hold").write_text(str(round))
 
@@ -129,7 +133,7 @@ class Federation:
             file.unlink()
 
     def server(self, run: str, *words: str, clients: int = 3, code: str = "") -> Command:
-        """A coordinator; the same ``run`` goes on with it."""
+        """Starts a coordinator; it resumes a ``run`` that exists."""
         for site in self.sites.values():
             site.look_from_here()
         more = [
@@ -160,7 +164,7 @@ class Federation:
         return folder
 
     def logs(self) -> str:
-        """For assertion messages."""
+        """The logs of all processes, for assertion messages."""
         files = sorted(self.folder.glob("**/*.log"))
         return "\n".join(
             f"--- {file.relative_to(self.folder)}\n{file.read_text(errors='replace')}"
@@ -213,7 +217,7 @@ def test_two_rounds_give_the_weights_of_a_simulation(
 def test_a_site_restarts_inside_a_round_with_its_private_state(
     federation: Federation, undisturbed: Path
 ) -> None:
-    """c is killed while it trains in round 2 and starts again: it is asked again, and nothing shows in the weights."""
+    """c is killed and restarted during round 2; it is asked again, and the weights are the same."""
     again = federation.start("c", code=READY + HELD)
     federation.hold(2)
     try:
@@ -233,10 +237,13 @@ def test_a_site_restarts_inside_a_round_with_its_private_state(
     assert_same(federation, "restart", undisturbed, rounds=3)
 
 
-def test_a_server_that_is_killed_goes_on_with_the_same_weights(
+def test_a_server_that_is_killed_resumes_with_the_same_weights(
     federation: Federation, undisturbed: Path
 ) -> None:
-    """Killed inside round 2, and again as soon as round 2 is saved; its SuperLink ends with it and the port is free."""
+    """Kills it within round 2, and again once round 2 is saved.
+
+    Its SuperLink ends with it, and the port is free.
+    """
     words = (*BYOL_FEDX, "federation.rounds=3")
     federation.hold(2)
     with federation.server("killed", *words) as server:
@@ -264,7 +271,7 @@ def test_a_server_that_is_killed_goes_on_with_the_same_weights(
 
 
 def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> None:
-    """c is killed in round 1 and d's updates are broken: all rounds are those of a and b alone."""
+    """c is killed in round 1 and d's updates are broken, so only a and b are in every mean."""
     words = ("federation.rounds=3",)
     expected = parts.serial(
         federation.others(), federation.folder / "serial-others", *REAL_SITES, *words
@@ -290,8 +297,11 @@ def test_killed_and_bad_sites_are_dropped_by_name(federation: Federation) -> Non
     assert_same(federation, "dropped", expected, rounds=3)
 
 
-def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
-    """The server is killed when c's update is saved; then c's key is revoked: all rounds are those of a and b alone."""
+def test_a_run_resumes_without_a_site_whose_key_is_revoked(federation: Federation) -> None:
+    """The server is killed once c's update is saved, and c's key is revoked.
+
+    Every round is then the mean of a and b alone.
+    """
     words = ("federation.rounds=2",)
     expected = parts.serial(
         federation.others(), federation.folder / "serial-revoked", *REAL_SITES, *words
@@ -326,7 +336,7 @@ def test_a_run_goes_on_without_a_site_whose_key_is_revoked(federation: Federatio
 
 
 def test_a_liar_decides_nothing(federation: Federation) -> None:
-    """All rounds are those of a, b and c; of the last, the liar's honest weights are a part."""
+    """Every round is the mean of a, b and c; the last includes the liar's honest weights."""
     with (
         federation.start("d", images="b", code=LIAR),
         federation.server("liar", "federation.rounds=3", "on_collapse=stop", clients=4) as server,
@@ -345,8 +355,11 @@ def test_a_liar_decides_nothing(federation: Federation) -> None:
     assert all(row["loss"] < 100 for row in rows)
 
 
-def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> None:
-    """Ctrl-C and SIGTERM for sites that train, Ctrl-C for the server inside the round and for a site that waits."""
+def test_stopped_processes_leave_nothing_behind(federation: Federation) -> None:
+    """Ctrl-C and SIGTERM stop training sites.
+
+    Ctrl-C stops the server within a round, and a waiting site.
+    """
     a, b, c = (federation.sites[name] for name in "abc")
     federation.hold(1, "abc")
     with federation.server("stopped", "federation.rounds=1") as server:
@@ -375,7 +388,7 @@ def test_who_is_asked_to_stop_leaves_nothing_behind(federation: Federation) -> N
 
 
 def test_sites_end_when_the_federation_has_and_keep_an_encoder_that_embeds(tmp_path: Path) -> None:
-    """Without --stay. Site c has images that cannot be used: it is refused, and ends with the reason."""
+    """Runs sites without --stay; c has unusable images, is refused and exits with the reason."""
     images, port = (
         parts.make_images(tmp_path / "images", {"a": 20, "b": 20, "c": 0}),
         parts.free_port(),

@@ -1,4 +1,4 @@
-"""The coordinator's engine against sites in this process: the same numbers as a simulation, and who takes part."""
+"""The coordinator's engine with sites in this process: it equals a simulation; who participates."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts.make_images(tmp_path_factory.mktemp("sites"), {"a": 24, "b": 17, "c": 32})
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 def federate(
@@ -50,7 +50,7 @@ def federate(
     *words: str,
     change: dict[str, Callable[[Answer], Answer]] | None = None,
 ) -> tuple[Path, str]:
-    """A whole run with real sites, of which ``change`` makes some misbehave: its folder and its notes."""
+    """Runs a federation of real sites and returns its folder and notes; ``change`` alters sites."""
     config = compose([*parts.WORDS, "federation.clients=3", f"run.dir={folder / 'run'}", *words])
     watching, link = Watching(), MemoryLink()
     for node, name in enumerate(("c", "a", "b")):  # They come in any order.
@@ -75,7 +75,7 @@ def federate(
 def test_sites_come_to_the_same_weights_as_a_simulation(
     images: Path, tmp_path: Path, method: tuple[str, ...]
 ) -> None:
-    """To the bit, after each of two rounds; the second needs the private state of the first."""
+    """Weights are bit-identical after each round; round 2 needs the private state of round 1."""
     expected = parts.serial(images, tmp_path / "serial", *method, "federation.rounds=2")
     found, _ = federate(images, tmp_path, *method, "federation.rounds=2")
     for round in (1, 2):
@@ -94,7 +94,7 @@ def test_sites_come_to_the_same_weights_as_a_simulation(
 
 
 def test_a_coordinator_with_labelled_images_evaluates_on_them(images: Path, tmp_path: Path) -> None:
-    """The weights are those without evaluation, and sites are not asked to measure anything."""
+    """The weights equal those without evaluation, and sites measure nothing."""
     labelled = parts.make_images(tmp_path / "labelled", {"cat": 12, "dog": 12})
     words = [f"data.root={labelled}", "data.labels=folders", f"data.cache={tmp_path / 'cache'}"]
     found, _ = federate(
@@ -150,7 +150,7 @@ def replaced(
 def test_a_bad_update_is_dropped_by_name_and_the_others_make_the_round(
     images: Path, tmp_path: Path, change: Any, reason: str
 ) -> None:
-    """As if only a and b were there: they are clients 0 and 1 in either case."""
+    """The result equals a run of a and b alone, which are clients 0 and 1 in both."""
     others = tmp_path / "others"
     others.mkdir()
     for name in "ab":
@@ -161,14 +161,14 @@ def test_a_bad_update_is_dropped_by_name_and_the_others_make_the_round(
     assert parts.same(parts.weights(found, 1), parts.weights(expected, 1))
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def last_messages(trial: Trial) -> dict[int, Content]:
     return {node: content for node, kind, content in trial.link.sent if kind == wire.END}
 
 
-def test_every_site_is_told_that_the_federation_has_finished_and_keeps_its_encoder(
+def test_every_site_learns_that_the_federation_has_finished_and_keeps_its_encoder(
     images: Path, tmp_path: Path
 ) -> None:
     run, _ = federate(images, tmp_path, "federation.rounds=1")
@@ -189,9 +189,9 @@ def test_the_coordinator_decides_whether_it_leaves_an_encoder(trial: Trial, leav
         GlobalState(weights={"w": torch.arange(3.0)}),
     )
     trial.engine.close()
-    told = last_messages(trial)
-    assert told.keys() == {0, 1}
-    for content in told.values():
+    messages = last_messages(trial)
+    assert messages.keys() == {0, 1}
+    for content in messages.values():
         meta = {"run": trial.engine.book.run, "outcome": wire.FINISHED, "round": 4}
         # A site that was just started needs the configuration to make an encoder of the weights.
         assert content.meta == meta | ({"config": trial.engine.offer} if leave else {})
@@ -213,7 +213,7 @@ def test_a_coordinator_that_stops_early_says_so_and_gives_nothing_away(trial: Tr
     assert not trial.link.here  # The link is closed all the same.
 
 
-def test_a_site_that_comes_back_in_time_is_told_too(
+def test_a_site_that_comes_back_in_time_is_notified_of_the_end(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flower, "END_SECONDS", 60.0)
@@ -233,7 +233,7 @@ def test_a_site_that_comes_back_in_time_is_told_too(
     assert last_messages(trial).keys() == {0, 1, 2}
 
 
-def test_a_site_that_cannot_take_part_is_told_why(trial: Trial) -> None:
+def test_a_site_that_cannot_take_part_learns_the_reason(trial: Trial) -> None:
     trial.link.join(0, Fake("a"))
     trial.link.join(
         1, lambda kind, content: Content({"site": "b", "error": "no images in /here"}, {}), key="b"
@@ -247,7 +247,7 @@ def test_a_site_that_cannot_take_part_is_told_why(trial: Trial) -> None:
     }
 
 
-# --- who is there -----------------------------------------------------------------------------------------------------
+# --- who is there ---------------------------------------------------------------------------------
 
 
 def test_sites_are_numbered_by_name_and_keep_their_numbers(trial: Trial, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_another_run_has_another_name_among_its_sites(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": "ab"}', '{"run": "ab", "sites": 3}'])
-def test_a_damaged_book_of_sites_is_not_begun_anew(tmp_path: Path, content: str) -> None:
+def test_a_damaged_list_of_sites_is_not_replaced(tmp_path: Path, content: str) -> None:
     (tmp_path / "federation.json").write_text(content)
     with pytest.raises(UserError, match=r"federation\.json is damaged"):
         SiteBook(tmp_path / "federation.json")
@@ -299,7 +299,7 @@ def test_a_damaged_book_of_sites_is_not_begun_anew(tmp_path: Path, content: str)
 def test_the_first_round_waits_for_all_and_later_ones_for_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second whenever it is looked at."""
+    """The clock advances by one second at each reading."""
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
     monkeypatch.setattr(flower, "time", clock)
@@ -313,7 +313,7 @@ def test_the_first_round_waits_for_all_and_later_ones_for_enough(
 
 
 def test_a_share_of_the_sites_trains(tmp_path: Path) -> None:
-    """Half of six: three, drawn anew in each round, the same ones for the same seed."""
+    """Three of six sites train in each round; the draw depends on the seed."""
     words = ("federation.clients=6", "federation.fraction=0.5")
     chosen = []
     for folder in ("one", "two"):
@@ -357,7 +357,7 @@ def test_a_name_that_is_not_its_key_s_is_refused(trial: Trial) -> None:
 def test_of_two_sites_with_one_name_the_second_takes_part_when_the_first_has_left(
     trial: Trial,
 ) -> None:
-    """Without keys a site that restarts is another node, and its old one seems to be there for some seconds."""
+    """Without keys a restarted site is a new node, and its old node stays listed for a while."""
     trial.link.join(0, Fake("a"))
     assert trial.engine.choose(1) == [0]
     trial.link.join(1, Fake("a"))
@@ -383,7 +383,9 @@ def test_of_two_sites_with_one_name_the_second_takes_part_when_the_first_has_lef
         (Content({"site": "b\n", "images": 10}, {}), "site is not a short text"),
     ],
 )
-def test_who_does_not_greet_back_takes_no_part(trial: Trial, reply: Content, reason: str) -> None:
+def test_a_site_that_does_not_greet_back_takes_no_part(
+    trial: Trial, reply: Content, reason: str
+) -> None:
     trial.link.join(0, Fake("a"))
     trial.link.join(1, lambda kind, content: reply, key="b")
     assert trial.engine.choose(1) == [0]

@@ -1,4 +1,4 @@
-"""A round of the coordinator's engine: sites that leave, come back, keep silent, or answer nonsense."""
+"""A round of the coordinator's engine: sites leave, return, stay silent or send nonsense."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fedx_pl.sites.records import Reply
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_a_site_is_told_what_the_coordinator_remembers_of_it(trial: Trial) -> None:
+def test_a_site_receives_what_the_coordinator_remembers_about_it(trial: Trial) -> None:
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
     (found,) = trial.run([0], ClientMemory(last_round=2, steps=6, epochs=2), round=3)
@@ -66,7 +66,7 @@ def test_a_site_that_is_gone_is_lost_without_fault(trial: Trial) -> None:
 
 
 def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
-    """It was killed while it trained, and is back before its absence was noticed: its connection has another start."""
+    """It is killed and returns unnoticed, but its connection has another start time."""
     killed = Fake("a")
     trial.link.join(0, killed)
     trial.engine.choose(1)
@@ -107,7 +107,7 @@ def test_a_site_that_was_away_is_greeted_and_asked_again(trial: Trial) -> None:
 def test_a_site_that_connects_anew_is_not_there_for_a_moment(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its old connection has ended, its new one has not begun: its message is answered by the SuperLink, for it."""
+    """Between its two connections, the SuperLink answers its message with an error."""
     monkeypatch.setattr(flower, "GRACE_SECONDS", 60.0)
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
@@ -134,7 +134,7 @@ def test_a_site_that_connects_anew_is_not_there_for_a_moment(
 def test_an_upload_that_broke_off_is_a_fault_of_a_site_that_never_left(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would else hold up every round for as long as an upload may pause, and get no strike."""
+    """Otherwise it would delay every round by the upload timeout without a strike."""
     trial.link.join(0, Fake("a"))
     trial.engine.choose(1)
     monkeypatch.setattr(
@@ -234,7 +234,7 @@ def test_answers_that_cannot_be_read_are_a_fault(
         {"surprise": {"deep": [1, 2]}, "last_round": "never", "site": "someone else"},
     ],
 )
-def test_strange_words_do_no_harm(trial: Trial, changed: dict[str, Any]) -> None:
+def test_strange_text_does_no_harm(trial: Trial, changed: dict[str, Any]) -> None:
     trial.link.join(0, Fake("a", **changed))
     trial.engine.choose(1)
     (found,) = trial.run([0])
@@ -244,8 +244,8 @@ def test_strange_words_do_no_harm(trial: Trial, changed: dict[str, Any]) -> None
     assert found.loss_names[0] == "total"
 
 
-def test_a_site_that_lost_its_private_state_goes_on_counting(trial: Trial) -> None:
-    """It counts from 0 again: 2 steps of this round, after 6 before."""
+def test_a_site_that_lost_its_private_state_keeps_its_counts(trial: Trial) -> None:
+    """The site counts from 0 again: 2 steps in this round, after 6 earlier ones."""
     trial.link.join(0, Fake("a", remembered=False, steps=2))
     trial.engine.choose(1)
     (found,) = trial.run([0], ClientMemory(last_round=3, steps=6, epochs=3), round=4)

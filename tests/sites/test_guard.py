@@ -1,4 +1,4 @@
-"""How many connections there may be, how long one may say nothing, and where sites come in."""
+"""Limits on connections and on idle time, and the addresses where sites connect."""
 
 import socket
 import tempfile
@@ -20,7 +20,7 @@ from fedx_pl.sites.guard import Guard, Held, Listener, listen, listen_patiently
 
 @contextmanager
 def guarded(**bounds: int) -> Iterator[tuple[Guard, Callable[[], tuple[socket.socket, Held]]]]:
-    """A guard, and a function that connects: the caller's end and the door's."""
+    """A guard, and a function that connects and returns the caller's and the door's socket."""
     ends: list[socket.socket] = []
     with Listener() as listener:
         listener.guard = Guard(**bounds)
@@ -41,7 +41,7 @@ def guarded(**bounds: int) -> Iterator[tuple[Guard, Callable[[], tuple[socket.so
 
 
 def ends_of(caller: socket.socket) -> dict[str, Any]:
-    """What a request says of its connection."""
+    """The connection's two addresses, as a request states them."""
     return {"client": caller.getsockname(), "server": caller.getpeername()}
 
 
@@ -53,7 +53,7 @@ def is_open(held: Held) -> bool:
         return True
 
 
-def test_who_waits_longest_makes_place() -> None:
+def test_the_longest_waiting_connection_is_closed_first() -> None:
     with guarded(each=2) as (_guard, connect):
         held = [connect()[1] for _ in range(3)]
         assert [is_open(one) for one in held] == [False, True, True]
@@ -62,7 +62,7 @@ def test_who_waits_longest_makes_place() -> None:
         assert [is_open(one) for one in held] == [False, True, True]
 
 
-def test_who_has_signed_stays() -> None:
+def test_a_connection_that_has_signed_stays_open() -> None:
     with guarded(each=2) as (guard, connect):
         (first, one), (_, two) = connect(), connect()
         guard.signed(ends_of(first), busy=True)
@@ -72,7 +72,7 @@ def test_who_has_signed_stays() -> None:
 
 
 def test_connections_of_one_port_to_two_addresses_are_two() -> None:
-    """On this machine: the first would be forgotten, and stay open for ever."""
+    """Otherwise the first would be forgotten and stay open forever; possible on one machine."""
     with guarded(each=2) as (guard, connect), socket.create_server(("127.0.0.2", 0)) as other:
         _, one = connect()
         held = Held(fileno=socket.create_connection(other.getsockname(), timeout=PATIENCE).detach())
@@ -82,7 +82,7 @@ def test_connections_of_one_port_to_two_addresses_are_two() -> None:
             assert (is_open(one), is_open(held)) == (False, True)
 
 
-def test_there_is_an_end_to_connections() -> None:
+def test_the_number_of_connections_is_bounded() -> None:
     with guarded(most=1) as (_guard, connect):
         for _ in range(1 + connections.BACKLOG):
             connect()
@@ -114,7 +114,7 @@ def addresses(host: str) -> list[str]:
 
 
 def test_the_coordinator_s_own_address_is_always_there() -> None:
-    """The certificate names 127.0.0.1 in any case: a site on this machine finds it there."""
+    """The certificate always names 127.0.0.1, so a local site can connect there."""
     assert addresses("0.0.0.0") == ["0.0.0.0"]
     assert addresses("127.0.0.1") == ["127.0.0.1"]
     assert addresses("localhost") == ["127.0.0.1"]

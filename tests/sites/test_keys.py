@@ -1,4 +1,4 @@
-"""Certificates and keys: what is made, who may read it, what stays, and what a wrong folder is told."""
+"""Certificates and keys: what is created, who can read it, what is kept, and error messages."""
 
 import json
 import ssl
@@ -114,7 +114,7 @@ def test_another_host_makes_another_certificate_of_the_same_ca(tmp_path: Path) -
 def test_a_coordinator_s_folder_that_was_moved_away_is_made_again_by_the_same_ca(
     tmp_path: Path,
 ) -> None:
-    """As after `keys/server` went to the coordinator and the rest stayed where ca.key is."""
+    """`keys/server` was moved to the coordinator; the rest stayed beside ca.key."""
     folder = tmp_path / "keys"
     keys.make(folder, "host", 8000, ["a"])
     ca, public = (
@@ -166,7 +166,7 @@ def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> 
 
 
 def test_a_name_in_a_site_s_keys_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
-    """The site's private state goes to a folder of that name."""
+    """The site's private state is saved in a folder of that name."""
     (tmp_path / "site.json").write_text(json.dumps({"name": "../../x", "server": "host:8000"}))
     with pytest.raises(UserError, match=r"\.\./\.\./x: a site's name has letters"):
         keys.load_site(tmp_path)
@@ -190,7 +190,7 @@ def test_a_site_s_folder_is_found_where_the_keys_were_made(
             keys.load_site(Path(wrong))
 
 
-def test_wrong_folders_tell_what_to_type(tmp_path: Path) -> None:
+def test_errors_about_wrong_folders_say_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"does not hold a site's keys .*fedx-pl federate keys.*KEYS/sites/NAME"
     ):
@@ -403,7 +403,7 @@ def test_a_host_is_a_name_or_an_address(tmp_path: Path, host: str) -> None:
 
 @pytest.mark.parametrize("name", [".", "..", "a b", "\x1b[2J", "-x", "x" * 100])
 def test_names_of_files_that_are_no_site_s_are_refused(tmp_path: Path, name: str) -> None:
-    """Of `..`, revoking would delete the folder of all keys."""
+    """Revoking `..` would delete the folder of all keys."""
     keys.make(tmp_path, "host", 8000, ["a"])
     sites = tmp_path / "server" / "sites"
     (sites / f"{name}.pub").write_bytes((sites / "a.pub").read_bytes())

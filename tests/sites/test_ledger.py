@@ -1,4 +1,7 @@
-"""A site's privacy budget holds over runs, restarts and coordinators; a ledger that is lost is not an empty one."""
+"""A site's privacy budget holds across runs, restarts and coordinators.
+
+A lost ledger does not count as an empty one.
+"""
 
 import json
 import re
@@ -89,13 +92,13 @@ def test_a_ledger_that_is_missing_beside_other_state_is_not_an_empty_one(tmp_pat
     (tmp_path / FILE).unlink()
     with pytest.raises(UserError, match=r"epsilon=inf .* their record is lost"):
         Ledger(tmp_path).require_budget(own(), noise=10.0)
-    Ledger(tmp_path).add(10.0)  # A site without a budget goes on, and what is unknown stays so.
+    Ledger(tmp_path).add(10.0)  # A site without a budget continues; unknown stays unknown.
     with pytest.raises(UserError, match="their record is lost"):
         Ledger(tmp_path).require_budget(own(), noise=10.0)
 
 
 def test_an_older_copy_of_the_ledger_is_not_believed(tmp_path: Path) -> None:
-    """From a backup: the answers since then count as answers without noise."""
+    """After restoring a backup, the answers since then count as answers without noise."""
     Ledger(tmp_path).add(10.0)
     backup = (tmp_path / FILE).read_bytes()
     Ledger(tmp_path).add(10.0)

@@ -43,8 +43,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_site_that_tells_a_hundred_names_is_alone_with_them(tmp_path: Path) -> None:
-    """It is the first to answer, in all rounds; the others tell losses and a metric of their own."""
+def test_a_site_that_reports_a_hundred_names_does_not_affect_the_others(tmp_path: Path) -> None:
+    """It always answers first; the other sites report losses and a metric of their own."""
     many = {f"n{i}": 1.0 for i in range(60)}
     first = Fake("a", losses={"total": 1.0, **many}, metrics={f"m{i}": 1.0 for i in range(40)})
     others = {name: Fake(name, metrics={"rankme": 9.0, "own": 1.0}) for name in "bc"}
@@ -53,8 +53,8 @@ def test_a_site_that_tells_a_hundred_names_is_alone_with_them(tmp_path: Path) ->
     assert "dropped" not in notes
 
 
-def test_names_beyond_the_bound_are_the_teller_s_own_fault(tmp_path: Path) -> None:
-    """Other names in every round, 60 of them: the second time they are too many, also beside usual names."""
+def test_names_beyond_the_bound_are_a_fault_of_the_site_that_sent_them(tmp_path: Path) -> None:
+    """60 new names per round exceed the bound in round 2, even beside usual names."""
 
     def inventive(kind: str, content: Content) -> Content | None:
         number = content.meta.get("round")
@@ -70,7 +70,7 @@ def test_names_beyond_the_bound_are_the_teller_s_own_fault(tmp_path: Path) -> No
 
 
 class Stopping(Fake):
-    """A site during whose answer the coordinator is stopped, the first time."""
+    """A site whose first answer stops the coordinator."""
 
     stopped = False
 
@@ -82,7 +82,7 @@ class Stopping(Fake):
 
 
 def telling(name: str, loss: str) -> Answer:
-    """A site that sends a text for its loss, as it is: our own side would pack it as JSON."""
+    """A site that sends its loss as raw text, which our own packing would encode."""
 
     def answer(kind: str, content: Content) -> Content | None:
         found = Fake(name, losses={"total": 0})(kind, content)
@@ -104,7 +104,7 @@ def telling(name: str, loss: str) -> Answer:
 def test_absurd_losses_of_two_sites_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
 ) -> None:
-    """Their updates lie in the run folder when the coordinator starts again. The round shows the loss of c."""
+    """Their updates are in the run folder at the restart; the round shows the loss of c."""
     monkeypatch.setattr(pending, "WORTH", 0)  # Keeps every update of the unfinished round.
     sites = {"a": telling("a", first), "b": telling("b", second), "c": Stopping("c")}
     with pytest.raises(KeyboardInterrupt):
@@ -114,10 +114,10 @@ def test_absurd_losses_of_two_sites_end_nothing(
     assert row["loss"] == 1.0
 
 
-def test_a_saved_update_that_is_refused_when_the_run_goes_on_is_dropped(
+def test_a_saved_update_that_is_refused_when_the_run_resumes_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version that knew fewer lies has let it in, and was stopped within the round; its site is asked again."""
+    """An older version accepted it and stopped within the round; its site is asked again."""
     monkeypatch.setattr(pending, "WORTH", 0)
     sites = {"a": Fake("a", images=10**9), "b": Stopping("b")}
     monkeypatch.setattr(Aggregator, "add", lambda *_: None)
@@ -129,7 +129,7 @@ def test_a_saved_update_that_is_refused_when_the_run_goes_on_is_dropped(
     assert trainer.history[0]["clients"] == 2
 
 
-def test_metrics_are_json_even_if_no_site_tells_a_loss(tmp_path: Path) -> None:
+def test_metrics_are_json_even_if_no_site_reports_a_loss(tmp_path: Path) -> None:
     silent = {name: Fake(name, losses={"total": None}, metrics={"own": None}) for name in "ab"}
     federate(tmp_path, silent, "federation.rounds=1")
     (row,) = rows_of(tmp_path)
@@ -147,7 +147,7 @@ def test_metrics_are_json_even_if_no_site_tells_a_loss(tmp_path: Path) -> None:
 def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(
     tmp_path: Path, lie: dict[str, float]
 ) -> None:
-    """The first two are impossible; the last could be, and is one of three."""
+    """The first two values are impossible; the last is possible, but from one site of three."""
     honest = {"rankme": 40.0, "uniformity": -3.0}
     sites = {"a": Fake("a", metrics=lie)} | {name: Fake(name, metrics=honest) for name in "bc"}
     trainer, notes = federate(tmp_path, sites, "federation.rounds=3", "on_collapse=stop")
@@ -157,7 +157,7 @@ def test_one_site_cannot_stop_the_others_by_a_collapse_that_is_none(
 
 
 def test_a_collapse_that_only_one_site_measures_stops_nobody(tmp_path: Path) -> None:
-    """The others tell no measure, so that there is nobody to disagree."""
+    """The other sites report no metric, so none of them can disagree."""
     sites = {"a": Fake("a", metrics={"rankme": 1.0, "uniformity": 0.0})}
     sites |= {name: Fake(name) for name in "bc"}
     trainer, _ = federate(tmp_path, sites, "federation.rounds=2", "on_collapse=stop")
@@ -176,7 +176,7 @@ def test_a_collapse_that_most_sites_see_stops_the_run(tmp_path: Path) -> None:
 def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second whenever it is looked at; a round waits for --timeout of them."""
+    """The clock advances by one second at each reading; a round waits for --timeout seconds."""
     seconds = itertools.count()
     monkeypatch.setattr(
         flower,
@@ -196,11 +196,11 @@ def test_a_silent_site_costs_the_timeout_three_times_and_is_then_left_out(
     assert [row["dropped"] for row in trainer.history] == [1, 1, 1, 0, 0]
 
 
-# --- poison -----------------------------------------------------------------------------------------------------------
+# --- poison ---------------------------------------------------------------------------------------
 
 
 class Poisoner(Fake):
-    """Sends weights of its own making."""
+    """A site that sends manipulated weights."""
 
     def __init__(self, name: str, change: Callable[[str, Tensor], Tensor], **changed: Any) -> None:
         super().__init__(name, **changed)
@@ -216,14 +216,14 @@ class Poisoner(Fake):
 
 
 def scaled(factor: float) -> Callable[[str, Tensor], Tensor]:
-    """All weights times a factor; statistics and counters stay."""
+    """Scales all weights; statistics and counters stay."""
     return lambda name, t: (
         t if name.endswith(("running_mean", "running_var", "tracked")) else t * factor
     )
 
 
 def one_layer(factor: float) -> Callable[[str, Tensor], Tensor]:
-    """One layer times a factor: with two honest sites, -2 makes a mean of zero."""
+    """Scales one layer; with two honest sites, -2 gives a mean of zero."""
     return lambda name, t: t * factor if name == "backbone.conv1.weight" else t
 
 
@@ -232,7 +232,7 @@ def filled(end: str, value: float) -> Callable[[str, Tensor], Tensor]:
 
 
 def untrained() -> State:
-    """What the first round starts from."""
+    """The weights that the first round starts from."""
     config = compose([*parts.WORDS, "federation.clients=3"])
     return coordinator_run(config, silent).trainer.first_state().tensors()
 
@@ -263,7 +263,7 @@ def untrained() -> State:
 def test_poison_of_permitted_length_is_refused_by_the_plain_mean_too(
     tmp_path: Path, change: Any, changed: dict[str, Any], reason: str
 ) -> None:
-    """The others give back what they got: the model stays what it was."""
+    """The other sites return the weights unchanged, so the model must not change."""
     sites = {"a": Fake("a"), "b": Fake("b"), "c": Poisoner("c", change, **changed)}
     _, notes = federate(tmp_path, sites, "federation.rounds=1", "aggregate=mean")
     assert "round 1: dropped site c: " in notes
@@ -271,12 +271,12 @@ def test_poison_of_permitted_length_is_refused_by_the_plain_mean_too(
     assert parts.same(parts.weights(tmp_path, 1), untrained())
 
 
-def test_by_default_a_site_moves_the_model_by_its_share_of_the_usual_way_whatever_it_claims(
+def test_by_default_the_influence_of_a_site_is_bounded_whatever_it_claims(
     tmp_path: Path,
 ) -> None:
-    """a and b go 1% of the way, c ten times as far and claims all images of the world: it is clipped to 2%, and half.
+    """a and b change by 1%, c by 10% with 10,000,000 images; it is clipped to 2%, share 1/2.
 
-    (1 + 1) / 4 + 2 / 2 = 1.5%; the plain mean by its own claim would be 10%.
+    (1 + 1) / 4 + 2 / 2 = 1.5%; a plain mean weighted by its claim would give 10%.
     """
     sites = {name: Poisoner(name, scaled(1.01)) for name in "ab"}
     sites["c"] = Poisoner("c", scaled(1.1), images=10_000_000)

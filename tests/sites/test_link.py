@@ -1,4 +1,4 @@
-"""A real SuperLink with TLS and keys, and sites at it: who is let in, and what broken or made-up answers do."""
+"""Sites at a real SuperLink with TLS and keys: who is let in, and what bad answers do."""
 
 import base64
 import itertools
@@ -43,7 +43,7 @@ HELLO = Content({"run": "ab"}, {"w": torch.arange(6.0).reshape(2, 3)})
 
 @contextmanager
 def at_the_site() -> Iterator[None]:
-    """Flower has one identity per process; here the coordinator and its sites share one."""
+    """Lets the coordinator and its sites share this process, as Flower has one identity each."""
     from flwr.supercore.task_identity import TaskIdentity
 
     before = TaskIdentity.run_id, TaskIdentity.node_id
@@ -67,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, port: int) -> Path:
 
 @pytest.fixture(scope="module")
 def coordinator(made: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
-    """On another address than 127.0.0.1, behind a proxy of the house that leads nowhere."""
+    """A coordinator that is not on 127.0.0.1, with a dead proxy in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
         patch.setenv("NO_PROXY", "")
@@ -136,7 +136,7 @@ def names(coordinator: Link) -> list[str]:
     return sorted(seen.name for seen in coordinator.sites())
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
+# --- who is let in --------------------------------------------------------------------------------
 
 
 def test_a_registered_site_gets_in_and_answers(
@@ -162,7 +162,7 @@ def test_a_registered_site_gets_in_and_answers(
 
 
 def test_weights_of_some_size_pass(coordinator: Link, join: Callable[[str], Joined]) -> None:
-    """20 MB: Flower cuts them into parts of 5."""
+    """Flower splits these 20 MB into parts of 5 MB."""
     site = join("a")
     large = Content({}, {"w": torch.randn(5_000_000)})
     message = coordinator.send(site.node.number, wire.TRAIN, large, 600)
@@ -236,7 +236,7 @@ def test_plaintext_is_refused(coordinator: Link, made: Path, port: int) -> None:
     assert coordinator.sites() == []
 
 
-def test_the_command_of_a_site_that_is_not_let_in_ends_and_tells_why(
+def test_the_command_of_a_site_that_is_refused_ends_and_says_why(
     coordinator: Link,
     made: Path,
     port: int,
@@ -268,16 +268,16 @@ def test_the_command_of_a_site_that_is_not_let_in_ends_and_tells_why(
     error = capsys.readouterr().err
     assert f"the coordinator at localhost:{port} refuses this site" in error
     assert (
-        "ask there for this site's key in KEYS/server/sites, and see that this machine's clock is right"
-        in error
-    )
+        "ask there for this site's key in KEYS/server/sites, "
+        "and see that this machine's clock is right"
+    ) in error
     assert coordinator.sites() == []
 
 
 def test_a_key_is_in_use_once_and_its_owner_may_come_back_at_once(
     coordinator: Link, made: Path, port: int, join: Callable[[str], Joined]
 ) -> None:
-    """As after a kill: the SuperLink believes for 20 s that the site is there."""
+    """After a kill, the SuperLink considers the site online for another 20 s."""
     first = join("a")
     (before,) = coordinator.sites()
     with pytest.raises(Refused):
@@ -295,7 +295,7 @@ def test_a_key_is_in_use_once_and_its_owner_may_come_back_at_once(
 def test_a_node_that_was_put_in_by_another_way_is_no_site(
     coordinator: Link, made: Path, port: int
 ) -> None:
-    """The door knows the keys that the coordinator started with, whatever Flower has been told."""
+    """The door only knows the keys that the coordinator started with, whatever Flower knows."""
     from flwr.proto.control_pb2 import RegisterNodeRequest
 
     private = ec.generate_private_key(ec.SECP384R1())
@@ -324,13 +324,13 @@ def test_a_clock_that_is_half_a_minute_ahead_is_no_reason(
     join("a")
 
 
-# --- who is on the same machine, or has no key ------------------------------------------------------------------------
+# --- who is on the same machine, or has no key ----------------------------------------------------
 
 
 def test_a_local_user_reaches_nothing_of_the_coordinator_s(
     coordinator: Link, made: Path, port: int
 ) -> None:
-    """Neither register a node, list sites, stop the run nor greet sites: not by the port, not by the entrance."""
+    """Registering, listing, stopping and greeting all fail, at the port and at the socket."""
     from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StopRunRequest
     from flwr.supercore.control.control_http_client import ControlHttpClient
 
@@ -362,7 +362,7 @@ def test_a_local_user_reaches_nothing_of_the_coordinator_s(
 def half_request(
     port: int, head: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 ) -> ssl.SSLSocket:
-    """A TLS connection that has sent some bytes and goes on waiting."""
+    """A TLS connection that has sent some bytes and then waits."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.maximum_version = version
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -373,7 +373,7 @@ def half_request(
 
 
 def test_a_large_body_without_a_key_is_refused_unread(coordinator: Link, port: int) -> None:
-    """The answer comes while nothing but the head was sent."""
+    """The answer arrives when only the head was sent."""
     head = (
         "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
     )
@@ -390,7 +390,7 @@ def test_which_versions_of_tls(coordinator: Link, port: int, version: ssl.TLSVer
 def test_half_requests_do_not_keep_sites_out(
     coordinator: Link, join: Callable[[str], Joined], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than the open files that the SuperLink was started with; some have not even begun with TLS."""
+    """More connections than the SuperLink's limit of open files; some never start TLS."""
     half = [
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(DESCRIPTORS)
     ]
@@ -406,11 +406,11 @@ def test_half_requests_do_not_keep_sites_out(
             one.close()
 
 
-# --- a site that acts as another --------------------------------------------------------------------------------------
+# --- a site that acts as another ------------------------------------------------------------------
 
 
 def push(site: Joined, tree: Any = None, **metadata: Any) -> Any:
-    """Posts a message of one's own making: an error, from whom and to whom one likes, with any tree of parts."""
+    """Posts a forged message: an error with any sender, any receiver and any tree of parts."""
     from flwr.app import Message
     from flwr.app.error import Error
     from flwr.app.message import make_message
@@ -419,7 +419,7 @@ def push(site: Joined, tree: Any = None, **metadata: Any) -> Any:
     from flwr.proto.fleet_pb2 import PushMessagesRequest
     from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "run_id": 1,
         "message_id": "",
         "src_node_id": site.node.number,
@@ -430,7 +430,7 @@ def push(site: Joined, tree: Any = None, **metadata: Any) -> Any:
         "ttl": 60.0,
         "message_type": wire.HELLO,
     }
-    message: Message = make_message(metadata=Metadata(**told | metadata), error=Error(0, "boo"))
+    message: Message = make_message(metadata=Metadata(**fields | metadata), error=Error(0, "boo"))
     tree = tree or get_object_tree(message)
     message.metadata.__dict__["_message_id"] = tree.object_id
     request = PushMessagesRequest(
@@ -444,7 +444,7 @@ def push(site: Joined, tree: Any = None, **metadata: Any) -> Any:
 def test_a_site_sends_no_instructions_and_none_in_another_s_name(
     coordinator: Link, join: Callable[[str], Joined]
 ) -> None:
-    """b greets a in the coordinator's name, answers in a's, and says something that nobody has asked for."""
+    """b greets a as the coordinator, answers as a, and sends an answer nobody asked for."""
     a, b = join("a"), join("b")
     run, asked = (
         coordinator._grid.run.run_id,
@@ -469,7 +469,7 @@ def test_a_site_sends_no_instructions_and_none_in_another_s_name(
 def test_an_error_of_a_site_is_an_answer_like_any_other(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it says what the SuperLink says of a site that is gone: that would be no fault of the site."""
+    """Also if it copies the SuperLink's error for an offline site, which is not a fault."""
     from flwr.app.error import Error
     from flwr.common.constant import ErrorCode
 
@@ -486,7 +486,7 @@ def test_an_error_of_a_site_is_an_answer_like_any_other(
 def test_a_site_believes_only_what_the_coordinator_signed_for_it(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if whoever holds the SuperLink, or a proxy that ends TLS, wrote messages of his own."""
+    """Forges messages as an attacker at the SuperLink or at a TLS proxy could."""
     from flwr.app import Message
     from flwr.app.error import Error
     from flwr.app.message import make_message
@@ -527,11 +527,11 @@ def test_a_site_believes_only_what_the_coordinator_signed_for_it(
     a.answer(incoming, Content({"site": "a", "error": "no"}, {}))
 
 
-# --- small answers that are a lot of work -----------------------------------------------------------------------------
+# --- small answers that are a lot of work ---------------------------------------------------------
 
 
 def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], Joined]) -> None:
-    """Each names the one before twice: after 20 of them the SuperLink would count a million parts."""
+    """Each names the previous one twice, so 20 of them would be a million parts."""
     from flwr.proto.message_pb2 import ObjectTree
 
     site, run = join("b"), coordinator._grid.run.run_id
@@ -555,7 +555,7 @@ def test_trees_that_double_are_refused(coordinator: Link, join: Callable[[str], 
 def test_a_tree_that_doubles_within_itself_is_refused(
     coordinator: Link, join: Callable[[str], Joined]
 ) -> None:
-    """As before, in one answer: whoever asked for it would be sent 512 parts, and 2^80 of a larger network."""
+    """The same in one answer: 512 parts here, and up to 2^80 with a larger network."""
     from flwr.proto.message_pb2 import ObjectTree
 
     site, run = join("b"), coordinator._grid.run.run_id
@@ -578,7 +578,7 @@ def test_a_tree_that_doubles_within_itself_is_refused(
 def test_what_a_site_never_reads_does_not_stay_in_memory(
     coordinator: Link, join: Callable[[str], Joined]
 ) -> None:
-    """Five rounds of weights that it leaves where they are: the first are gone."""
+    """A site ignores the weights of five rounds; the first are deleted."""
     from flwr.proto.message_pb2 import PullObjectRequest
 
     site, client = join("a"), coordinator._grid._runtime_client
@@ -596,7 +596,7 @@ def test_what_a_site_never_reads_does_not_stay_in_memory(
 
 
 def test_a_body_without_a_length_is_cut_off(coordinator: Link, made: Path, port: int) -> None:
-    """Chunked, and signed as it should be: Content-Length does not count beside it."""
+    """The body is chunked and correctly signed; its Content-Length must be ignored."""
     from cryptography.hazmat.primitives import hashes
 
     path, body = "/v1/fleet/pull-messages", bytes(door.CALLS["pull-messages"] + 1)
@@ -628,7 +628,7 @@ def test_an_answer_with_more_tensors_than_the_network_is_not_read(
 def test_an_answer_that_repeats_a_part_is_not_unfolded(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 MB that its array names a thousand times."""
+    """The array names one part of 5 MB a thousand times."""
     from flwr.app import Array
 
     site = join("a")
@@ -638,13 +638,13 @@ def test_an_answer_that_repeats_a_part_is_not_unfolded(
     def repeated(self: Array) -> bytes:
         from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
-        told = {
+        fields = {
             "dtype": "uint8",
             "shape": [9],
             "stype": "safetensors",
             "arraychunk_ids": [0] * 1000,
         }
-        return add_header_to_object_body(json.dumps(told).encode(), self)
+        return add_header_to_object_body(json.dumps(fields).encode(), self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Array, "deflate", repeated)
@@ -655,13 +655,13 @@ def test_an_answer_that_repeats_a_part_is_not_unfolded(
     assert "bytes of tensors" in reply.error
 
 
-# --- answers that break off, or are made up ---------------------------------------------------------------------------
+# --- answers that break off, or are made up -------------------------------------------------------
 
 
 def test_an_upload_that_stops_keeps_nobody_waiting(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """a announces its answer and is cut off; b's answer is there at once. Then a uploads the rest after all."""
+    """a announces its answer and is cut off; b is read at once; then a uploads the rest."""
     a, b = join("a"), join("b")
     lives = (
         600.0  # A coordinator that waited for a's upload would wait as long as the message lives.
@@ -759,7 +759,7 @@ def test_made_up_answers_are_refused_and_others_are_read(
 def test_an_envelope_that_makes_no_sense_ends_nothing(
     coordinator: Link, join: Callable[[str], Joined], odd: dict[str, Any]
 ) -> None:
-    """Whether Flower takes it or not: afterwards the same site is heard, and the coordinator has not ended."""
+    """Whether Flower accepts it or not, the same site can answer afterwards."""
     site, run = join("a"), coordinator._grid.run.run_id
     asked = coordinator.send(site.node.number, wire.TRAIN, HELLO, 600)
     site.next()
@@ -777,7 +777,7 @@ def test_an_envelope_that_makes_no_sense_ends_nothing(
 def test_an_answer_cannot_pass_for_another_site_s(
     coordinator: Link, join: Callable[[str], Joined], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """b writes that it replies to a's message: on the envelope, where the SuperLink looks, or in the letter alone."""
+    """b claims to answer a's message, on the envelope that the SuperLink reads or only inside."""
     a, b = join("a"), join("b")
     asked = {
         name: coordinator.send(one.node.number, wire.TRAIN, HELLO, 600)
@@ -838,13 +838,13 @@ def test_a_message_to_a_site_that_has_left_is_answered_for_it(
     assert {reply.error for reply in replies} == {wire.GONE}
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
-def test_a_superlink_that_dies_is_told_and_the_port_is_free(
+def test_a_superlink_that_dies_is_reported_and_the_port_is_free(
     coordinator: Link, made: Path, port: int
 ) -> None:
-    """Last, as nobody can use it afterwards."""
+    """This test is last, since it kills the shared SuperLink."""
     os.kill(coordinator._process.pid, signal.SIGKILL)
     coordinator._process.wait(timeout=120)
     coordinator._grid._retry_invoker.wait_function = lambda _: pytest.fail("it waits for the dead")
@@ -862,7 +862,7 @@ def test_a_superlink_that_dies_is_told_and_the_port_is_free(
 
 
 def test_without_keys_sites_register_themselves_and_the_rest_is_closed_too(tmp_path: Path) -> None:
-    """After the others: Flower has one identity per process."""
+    """This test follows the others, since Flower has one identity per process."""
     port = parts.free_port()
     with closing(Link(tmp_path, "127.0.0.1", port, None)) as insecure:
         site = Node(f"127.0.0.1:{port}", None, ec.generate_private_key(ec.SECP384R1()))

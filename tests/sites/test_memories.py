@@ -27,7 +27,7 @@ def test_memories_give_back_the_round_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_much_older_ones_are_forgotten_and_newer_ones_kept(tmp_path: Path) -> None:
-    """The newest update was lost: the coordinator asks for the one before, maybe twice."""
+    """If the newest update is lost, the coordinator asks for the previous one, maybe twice."""
     kept, newest = Memories(tmp_path), KEPT_ROUNDS + 3
     for round in range(1, newest + 1):
         kept.save(memory(round))
@@ -82,7 +82,7 @@ def test_what_is_damaged_or_missing_is_not_there(
 def test_a_site_killed_while_it_saves_has_the_round_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
-    """Its update of round 2 has not left: the coordinator asks for round 1's state first."""
+    """Its update of round 2 was not sent, so the coordinator starts from round 1's state."""
     kept = Memories(tmp_path)
     kept.save(memory(1))
     write = memories.write_atomically
@@ -108,7 +108,7 @@ def test_a_site_killed_while_it_saves_has_the_round_before(
 
 
 def test_a_coordinator_cannot_fill_the_disk_with_rounds(tmp_path: Path) -> None:
-    """It names no round to start from, or always the same one, which is kept."""
+    """It names no round to start from, or always the same round, which is kept."""
     kept = Memories(tmp_path)
     for round in range(1, MAX_ROUNDS + 3):
         kept.save(memory(round))

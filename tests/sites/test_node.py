@@ -1,4 +1,4 @@
-"""A site at a coordinator that answers whatever it likes: the site survives it, within bounds."""
+"""A site survives any answer of a hostile coordinator, within bounds on memory and time."""
 
 import json
 import threading
@@ -39,7 +39,7 @@ Answer = Callable[[], bytes]
 
 
 class Coordinator:
-    """A server on loopback whose answers a test chooses, by the last word of their path."""
+    """A loopback server whose answers a test sets, keyed by the last part of the path."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -89,7 +89,7 @@ class Coordinator:
             handler.wfile.write(content)
 
     def post(self, content: Content, change: Callable[[ObjectTree], None] | None = None) -> None:
-        """Has a message for the site, the same each time it asks."""
+        """Sets the message that the site gets each time it asks."""
         message = Message(records.record(content), NUMBER, wire.HELLO, ttl=600)
         message.metadata.__dict__["_message_id"] = message.object_id
         tree = get_object_tree(message)
@@ -163,7 +163,7 @@ def test_a_message_larger_than_the_site_reads_is_an_answer(
 def test_a_message_that_names_one_part_many_times_is_not_unfolded(
     coordinator: Coordinator, join: Callable[..., Node]
 ) -> None:
-    """An array of one chunk of 4 kB, named a thousand times, would be 4 MB."""
+    """An array that names one chunk of 4 kB a thousand times would take 4 MB."""
     coordinator.post(Content({}, {"w": torch.zeros(1000)}))
     (name,) = [name for name, part in coordinator.parts.items() if part.startswith(b"Array ")]
     head, _, body = coordinator.parts[name].partition(b"\0")
@@ -203,7 +203,7 @@ def test_a_response_without_end_is_not_read_to_it(
 def test_a_compressed_response_is_refused(
     coordinator: Coordinator, join: Callable[..., Node]
 ) -> None:
-    """A few kB of it may stand for gigabytes."""
+    """A few compressed kB can expand to gigabytes."""
     site = join()
     coordinator.headers = {"content-encoding": "gzip"}
     with pytest.raises(Unreachable, match="a compressed response"):
@@ -213,7 +213,7 @@ def test_a_compressed_response_is_refused(
 def test_a_coordinator_cannot_send_a_site_to_another_address(
     coordinator: Coordinator, join: Callable[..., Node]
 ) -> None:
-    """Or it could call whatever listens in the site's own network."""
+    """Otherwise it could reach any server in the site's network."""
     site, inside = join(), Coordinator()
     try:
         for coordinator.status in (302, 307):
@@ -229,7 +229,7 @@ def test_a_coordinator_cannot_send_a_site_to_another_address(
 
 
 class Panic(BaseException):
-    """As native code raises it: Rust's panics are no `Exception`."""
+    """An error of native code: Rust's panics are not an `Exception`."""
 
 
 def test_a_panic_while_a_message_is_read_is_an_answer(
@@ -268,7 +268,7 @@ def test_a_heartbeat_that_fails_in_any_way_ends_the_connection_and_prints_nothin
 
 
 class Site:
-    """Stands in for a site: it answers nothing, and keeps what it is told to report."""
+    """A stand-in for a site that answers nothing and keeps reported faults."""
 
     def __init__(self, folder: Path) -> None:
         self.name, self.state, self.ended = "a", folder, ""
@@ -298,7 +298,7 @@ def serve(coordinator: Coordinator, site: Site) -> list[str]:
 def test_whatever_the_connection_raises_a_site_connects_again(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First a message without its parts, then one at which native code panics; then all is well."""
+    """First a message lacks its parts, then native code panics; the third message works."""
     pauses: list[float] = []
     monkeypatch.setattr(commands.time, "sleep", pauses.append)
     coordinator.post(HELLO)

@@ -1,4 +1,4 @@
-"""A site by itself: what it refuses, what it remembers, and what it tells."""
+"""A site by itself: what it refuses, what it remembers, and what it reports."""
 
 import math
 import shutil
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_site(images: Path, tmp_path: Path) -> MakeSite:
-    """Sites on one state folder: a second one is the first after a restart."""
+    """Makes sites on one state folder; a second call acts as a restart."""
 
     def make(*own: str, said: list[str] | None = None, allow_code: bool = False) -> Site:
         words = [
@@ -84,11 +84,11 @@ def error(site: Site, kind: str, content: Content) -> str:
     return str(found.meta["error"])
 
 
-# --- images of more than 8 bits per value ---------------------------------------------------------------------------
+# --- images of more than 8 bits per value ---------------------------------------------------------
 
 
 def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_path: Path) -> None:
-    """Or a value would mean one thing here and another elsewhere."""
+    """Otherwise the same value would mean different things at different sites."""
     (tmp_path / "deep").mkdir()
     for number in range(4):
         values = np.linspace(0, 1000 * number + 9, 256).astype(np.uint16).reshape(16, 16)
@@ -99,7 +99,7 @@ def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_pat
     assert "data.value_range=[LOW,HIGH]" in refusal
     assert "3009" not in refusal  # what its pixels are is the site's own business
     assert any("0..3009" in line for line in said)
-    for site, told in (
+    for site, greeting in (
         (make_site(root), hello("data.value_range=[0,4095]")),
         (
             make_site(root, "data.value_range=[0,9999]"),
@@ -111,11 +111,11 @@ def test_a_site_does_not_choose_its_own_value_range(make_site: MakeSite, tmp_pat
             hello(data=offer(config(), 3, 16, (0.0, 4095.0))["data"]),
         ),  # of the coordinator's images
     ):
-        assert site.answer(wire.HELLO, told).meta["images"] == 4
+        assert site.answer(wire.HELLO, greeting).meta["images"] == 4
         assert site.run.data.images.value_range == (0, 4095)
 
 
-# --- a round ----------------------------------------------------------------------------------------------------------
+# --- a round --------------------------------------------------------------------------------------
 
 
 def test_a_site_trains_on_all_its_images_with_or_without_a_gpu(make_site: MakeSite) -> None:
@@ -157,7 +157,7 @@ def test_a_site_says_who_it_is_and_trains(make_site: MakeSite) -> None:
 def test_the_health_of_a_sorted_folder_is_not_that_of_its_first_images(
     make_site: MakeSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve times the same picture first: if only they were looked at, the encoder would seem to have collapsed."""
+    """The first twelve images are equal, so measuring only those would look like a collapse."""
     folder = parts.make_images(tmp_path, {"a": 24}) / "a"
     first, *others = sorted(folder.rglob("*.png"))
     for file in others[:11]:
@@ -182,19 +182,19 @@ def test_a_second_greeting_for_the_same_run_does_not_load_anything_again(
 
 
 def test_private_state_survives_a_restart(make_site: MakeSite) -> None:
-    """Two rounds of one site, and the same two with a new process in between: the same weights and target network."""
+    """Two rounds give the same weights and target network with and without a restart between."""
     staying = make_site()
     staying.answer(wire.HELLO, hello())
     first = staying.run.trainer.first_state().tensors()
     one = staying.answer(wire.TRAIN, train(first))
-    told = {"last_round": 1, "steps": one.meta["steps"], "epochs": 1}
-    two = staying.answer(wire.TRAIN, train(one.tensors, 2, **told))
+    memory = {"last_round": 1, "steps": one.meta["steps"], "epochs": 1}
+    two = staying.answer(wire.TRAIN, train(one.tensors, 2, **memory))
     kept = load_file(staying.state / RUN / "round_00002.safetensors")
     assert kept
 
     restarted = make_site()
     restarted.answer(wire.HELLO, hello())
-    again = restarted.answer(wire.TRAIN, train(one.tensors, 2, **told))
+    again = restarted.answer(wire.TRAIN, train(one.tensors, 2, **memory))
     assert parts.same(again.tensors, two.tensors)
     assert parts.same(load_file(staying.state / RUN / "round_00002.safetensors"), kept)
     assert again.meta["remembered"] is True
@@ -203,7 +203,7 @@ def test_private_state_survives_a_restart(make_site: MakeSite) -> None:
     assert not parts.same(without.tensors, two.tensors)  # So it did depend on it.
 
 
-def test_lost_private_state_starts_anew_and_is_told_to_both_sides(make_site: MakeSite) -> None:
+def test_lost_private_state_starts_anew_and_is_reported_to_both_sides(make_site: MakeSite) -> None:
     said: list[str] = []
     site = make_site(said=said)
     site.answer(wire.HELLO, hello())
@@ -222,9 +222,7 @@ def make_new(make_site: MakeSite) -> Site:
     return site
 
 
-def test_a_function_of_one_s_own_loads_the_images_of_a_site(
-    make_site: MakeSite, modules: Path
-) -> None:
+def test_a_user_s_function_loads_the_images_of_a_site(make_site: MakeSite, modules: Path) -> None:
     (modules / "scanner.py").write_text(
         "import numpy as np\n"
         "def scans(options, report, count: int = 10):\n"
@@ -235,17 +233,17 @@ def test_a_function_of_one_s_own_loads_the_images_of_a_site(
     )
     site = make_site("data=scanner:scans", "data.count=20")
     assert site.answer(wire.HELLO, hello()).meta == {"site": "a", "images": 20}
-    told = error(make_site("data=scanner:small"), wire.HELLO, hello())
-    assert "images of 8 pixels and 3 channels, the coordinator's have 16 and 3" in told
+    reason = error(make_site("data=scanner:small"), wire.HELLO, hello())
+    assert "images of 8 pixels and 3 channels, the coordinator's have 16 and 3" in reason
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_code_of_the_coordinator_s_choice_is_refused(
     make_site: MakeSite, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The module is there and would leave a trace if it were imported."""
+    """The module exists and would leave a trace if it were imported."""
     trace = tmp_path / "trace"
     (tmp_path / "evil_method.py").write_text(
         f"open({str(trace)!r}, 'w')\nfrom fedx_pl.methods.simclr import SimCLR\n"
@@ -262,7 +260,7 @@ def test_code_of_the_coordinator_s_choice_is_refused(
 def test_functions_of_this_package_are_not_the_coordinator_s_to_call(
     make_site: MakeSite, word: str
 ) -> None:
-    """As a backbone, the command itself would end the site, and another would start a run."""
+    """As a backbone, one function would end the site, and another would start a run."""
     greeting = hello()
     greeting.meta["config"]["backbone"]["name"] = word
     assert f"backbone.name={word} is code of the coordinator's choice" in error(
@@ -310,7 +308,7 @@ def test_the_coordinator_cannot_say_where_images_lie(
 def test_a_configuration_cannot_ask_for_the_site_s_environment(
     make_site: MakeSite, monkeypatch: Any
 ) -> None:
-    """OmegaConf resolves ${oc.env:NAME}; a wrong value's error message would carry it to the coordinator."""
+    """OmegaConf resolves ${oc.env:NAME}, and an error message would leak the value."""
     monkeypatch.setenv("FEDX_TEST_SECRET", "hunter2")
     for changed in (
         {"augment": {"crop": "${oc.env:FEDX_TEST_SECRET}"}},
@@ -324,12 +322,18 @@ def test_a_configuration_cannot_ask_for_the_site_s_environment(
 @pytest.mark.parametrize(
     "meta",
     [
-        {}, {"run": RUN}, {"config": {}}, {"run": "../../up", "config": {}}, {"run": 3, "config": {}},
-        {"run": RUN, "config": []}, {"run": RUN, "config": {}}, {"run": "a" * 65, "config": {}},
+        {},
+        {"run": RUN},
+        {"config": {}},
+        {"run": "../../up", "config": {}},
+        {"run": 3, "config": {}},
+        {"run": RUN, "config": []},
+        {"run": RUN, "config": {}},
+        {"run": "a" * 65, "config": {}},
         {"run": RUN, "config": {"method": {"name": "simclr"}, "federation": 5}},
         {"run": RUN, "config": {"method": {"name": "simclr"}, "seed": "${seed}"}},
     ],
-)  # fmt: skip
+)
 def test_greetings_that_make_no_sense_are_answered_with_the_reason(
     make_site: MakeSite, meta: dict[str, Any]
 ) -> None:
@@ -339,7 +343,7 @@ def test_greetings_that_make_no_sense_are_answered_with_the_reason(
 
 
 def test_training_before_a_greeting_is_not_answered(make_site: MakeSite) -> None:
-    """The site was away, and the coordinator does not know yet; an error would count against the site."""
+    """The coordinator has not noticed a restart; an error would count against the site."""
     site = make_site()
     assert site.answer(wire.TRAIN, train({})) is None
     site.answer(wire.HELLO, hello())
@@ -386,7 +390,7 @@ def test_numbers_that_are_none_are_refused(make_site: MakeSite) -> None:
         )
 
 
-def test_an_empty_folder_is_told_to_both_sides_and_its_path_to_the_owner_alone(
+def test_an_empty_folder_is_reported_to_both_sides_and_its_path_to_the_owner_alone(
     make_site: MakeSite, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -410,7 +414,7 @@ def test_names_of_files_and_labels_stay_at_the_site(
     assert "000.png has two labels, 'benign' and 'malignant'" in said[-1]
 
 
-def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_well(
+def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_can_succeed(
     make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -431,7 +435,7 @@ def test_a_fault_of_the_site_s_machine_is_an_answer_and_the_next_round_may_go_we
 
 
 class Panic(BaseException):
-    """As native code raises it: Rust's panics are no `Exception`."""
+    """An error of native code: Rust's panics are not an `Exception`."""
 
 
 @pytest.mark.parametrize("kind", [wire.HELLO, wire.TRAIN])
@@ -471,7 +475,7 @@ def test_ctrl_c_is_the_owner_s_and_ends_the_site(
         make_site().answer(wire.HELLO, hello())
 
 
-# --- what a coordinator may ask ---------------------------------------------------------------------------------------
+# --- what a coordinator may ask -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -490,7 +494,8 @@ def test_ctrl_c_is_the_owner_s_and_ends_the_site(
         (
             ("site.max_cache_gb=0.00001",),
             (),
-            "GB on disk, for decoded images and private state; this site allows site.max_cache_gb=1e-05",
+            "GB on disk, for decoded images and private state; "
+            "this site allows site.max_cache_gb=1e-05",
         ),
         (
             (),
@@ -514,7 +519,7 @@ def test_more_than_a_site_allows_is_refused_before_anything_is_decoded(
 
 
 def test_images_larger_than_the_disk_are_refused(make_site: MakeSite, monkeypatch: Any) -> None:
-    """24 images of 60,000 pixels on a side, and room for a gigabyte."""
+    """24 images of 60,000 pixels on a side do not fit into one gigabyte."""
     monkeypatch.setattr(
         "shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=0, free=10**9)
     )
@@ -530,7 +535,7 @@ def test_images_larger_than_the_disk_are_refused(make_site: MakeSite, monkeypatc
 def test_copies_that_are_kept_do_not_grow_beyond_the_limit(
     make_site: MakeSite, tmp_path: Path
 ) -> None:
-    """A coordinator asks for one image size after the other; 24 images of 16 pixels are 18 kB, of 17 are 21 kB."""
+    """A coordinator asks for two image sizes: 24 images of side 16 take 18 kB, of 17 21 kB."""
     site = make_site("site.max_cache_gb=0.00004")
     sizes = [16, 17, 18, 16]
     greetings = [hello(data=offer(config(), 3, size)["data"]) for size in sizes]
@@ -543,7 +548,7 @@ def test_copies_that_are_kept_do_not_grow_beyond_the_limit(
 def test_private_state_of_one_run_after_the_other_does_not_fill_the_disk(
     make_site: MakeSite,
 ) -> None:
-    """The coordinator chooses their names; each leaves some 100 kB of BYOL's target network here."""
+    """The coordinator names the runs; each leaves about 100 kB of BYOL's target network."""
     site = make_site("data.cache=", "site.max_cache_gb=0.0005")
     for number in range(20):
         run = f"{number:016x}"
@@ -555,7 +560,7 @@ def test_private_state_of_one_run_after_the_other_does_not_fill_the_disk(
     assert 0 < len(list(site.state.glob("*/memory.json"))) < 20
 
 
-def test_a_round_that_takes_too_long_is_given_up_and_the_next_may_go_well(
+def test_a_round_that_takes_too_long_is_given_up_and_the_next_can_succeed(
     make_site: MakeSite,
 ) -> None:
     site = make_site("site.max_seconds=0")
@@ -602,14 +607,14 @@ def test_reasons_are_one_printable_line(make_site: MakeSite) -> None:
     assert wire.text({"error": reason}, "error") == reason
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def end(outcome: str, state: State | None = None, **changed: Any) -> Content:
     return Content({"run": RUN, "outcome": outcome, "round": 5} | changed, state or {})
 
 
-def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(
+def test_the_encoder_stays_with_the_site_and_the_next_command_is_printed(
     make_site: MakeSite, images: Path
 ) -> None:
     said: list[str] = []
@@ -633,7 +638,7 @@ def test_the_encoder_stays_with_the_site_and_the_next_command_is_told(
 
 
 def test_a_site_that_was_started_after_the_last_round_gets_the_encoder(make_site: MakeSite) -> None:
-    """Nobody has greeted it: the coordinator's last message says what the weights are."""
+    """It was never greeted; the coordinator's last message describes the weights."""
     site = make_site()
     site.answer(wire.HELLO, hello())
     state = site.run.trainer.first_state().tensors()
@@ -665,7 +670,7 @@ def test_a_site_ends_without_an_encoder_if_it_gets_none_or_a_wrong_one(make_site
     assert "has taken no part" in said[-1]
 
 
-def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(
+def test_a_site_learns_that_it_is_refused_or_that_the_coordinator_has_stopped(
     make_site: MakeSite,
 ) -> None:
     said: list[str] = []
@@ -681,11 +686,11 @@ def test_a_site_is_told_that_it_is_refused_or_that_the_coordinator_has_stopped(
     )
 
 
-# --- the site's privacy budget ----------------------------------------------------------------------------------------
+# --- the site's privacy budget --------------------------------------------------------------------
 
 
 def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_path: Path) -> None:
-    """The coordinator chooses the name: one answer spends 0.79, two 1.16, so a budget of 1 is one answer for ever."""
+    """One answer spends 0.79 and two 1.16, so a budget of 1 allows one answer in all runs."""
     pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     words, answered = ("privacy.clip=1", "privacy.noise=10"), 0
     for run in (RUN, "f" * 16, "e" * 16):
@@ -711,7 +716,7 @@ def test_another_name_of_a_run_buys_no_further_answers(make_site: MakeSite, tmp_
 def test_an_answer_is_written_down_before_it_leaves(
     make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk nothing leaves."""
+    """On a full disk no answer is sent."""
     site = make_site()
     site.answer(wire.HELLO, hello())
     first = site.run.trainer.first_state().tensors()
@@ -729,11 +734,11 @@ def test_an_answer_is_written_down_before_it_leaves(
     assert site.ledger.answers() == {0.0: 1}
 
 
-# --- decoded copies of the site's images ------------------------------------------------------------------------------
+# --- decoded copies of the site's images ----------------------------------------------------------
 
 
 def open_to_others(folder: Path) -> list[str]:
-    """Files and folders that somebody else could read; only files in folders that others can enter."""
+    """Files and folders that other users could read; files only if their folder is open."""
     found = [path for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
     return [str(path.relative_to(folder)) for path in found]
 

@@ -15,7 +15,7 @@ EMPTY = wire.pack(Content({}, {}))[1]
 
 
 def blob(header: object, data: bytes = b"") -> bytes:
-    """safetensors by hand: the header's length in eight bytes, the header, the data."""
+    """Builds safetensors by hand: the header's length in eight bytes, the header, the data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -58,7 +58,7 @@ def test_packing_changes_nothing_at_home() -> None:
 
 
 def test_what_is_no_number_travels_as_null_and_is_not_a_number_again() -> None:
-    """JSON has no NaN: null stands for it, in tables and lists at any depth."""
+    """JSON has no NaN, so null replaces it in tables and lists at any depth."""
     losses = {"total": math.nan, "term": -math.inf, "good": 1.5}
     text, data = wire.pack(Content({"losses": losses, "deep": [{"x": (math.inf, 2)}]}, {}))
     assert "NaN" not in text
@@ -74,11 +74,24 @@ def test_what_is_no_number_travels_as_null_and_is_not_a_number_again() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "nonsense", "[]", '"text"', "3", "null", "[" * 100_000, '{"a":' * 100_000, "{'a': 1}",
-        '{"a": ' + "9" * 5000 + "}", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1} {"b": 2}', " " * (wire.MAX_JSON + 1),
+        "",
+        "{",
+        "nonsense",
+        "[]",
+        '"text"',
+        "3",
+        "null",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "{'a': 1}",
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1} {"b": 2}',
+        " " * (wire.MAX_JSON + 1),
     ],
     ids=lambda text: text[:12].strip() or "blank",
-)  # fmt: skip
+)
 def test_text_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(BadMessage):
         wire.unpack(text, EMPTY)
@@ -198,7 +211,7 @@ def test_tables_of_numbers() -> None:
             wire.numbers({"t": bad}, "t")
 
 
-def test_words_of_others_are_one_line_that_no_terminal_obeys() -> None:
+def test_text_of_others_is_one_line_without_terminal_codes() -> None:
     assert wire.plain("  a\n\tb \x1b[31m\u202ec\ud800 ") == "a b ?[31m?c?"
     assert wire.plain(ValueError("x" * 5000)) == "x" * 1000
     assert wire.plain("") == ""
