@@ -71,14 +71,14 @@ class Caller:
             return {"type": "http.request", "body": body}
 
         lines = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {
+        full_scope = {
             "type": "http",
             "method": "POST",
             "path": path,
             "client": ELSEWHERE,
             "headers": lines,
         } | scope
-        asyncio.run(self.door(scope, receive, send))
+        asyncio.run(self.door(full_scope, receive, send))
         return int(sent[0]["status"])
 
     def ask(self, call: str, request: Any = None) -> int:

@@ -202,7 +202,8 @@ def test_a_coordinator_that_stops_early_says_so_and_gives_nothing_away(trial: Tr
     silent_one = Fake("a")
     trial.link.join(0, silent_one)
     trial.engine.choose(1)
-    trial.link.receive = lambda messages: iter(())  # type: ignore[method-assign]  # It trains and answers nobody.
+    # The site trains and its answer never arrives.
+    trial.link.receive = lambda messages: iter(())  # type: ignore[method-assign]
     trial.engine.close()
     (content,) = last_messages(trial).values()
     assert (content.meta["outcome"], content.meta["round"], content.tensors) == (
