@@ -186,7 +186,8 @@ def read_certificate(file: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(read_bytes(file, MAX_FILE))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"{file} is not a certificate ({first_line(error)}); put it back from where keys were made"
+            f"{file} is not a certificate ({first_line(error)}); "
+            f"put it back from where keys were made"
         ) from error
 
 
