@@ -184,7 +184,7 @@ def test_each_page_shows_its_charts(page: Page) -> None:
 
 def test_the_images_page_shows_the_embedding_the_split_and_the_views(page: Page) -> None:
     page.open("images", height=1600)
-    for tag in ("embedding/map", "embedding/neighbours", "partition/heatmap"):
+    for tag in ("embedding/map", "embedding/neighbors", "partition/heatmap"):
         page.wait_for(tag)
     page.wait_for("views", exact=True)
     page.wait_for_images(4)

@@ -166,7 +166,7 @@ def test_settings_are_columns_to_sort_a_sweep_by(events: EventAccumulator) -> No
 def test_pictures_of_each_measured_round_and_the_projector_at_the_end(
     events: EventAccumulator, folder: Path
 ) -> None:
-    for tag in ("embedding/neighbours", "embedding/map"):
+    for tag in ("embedding/neighbors", "embedding/map"):
         assert [event.step for event in events.Images(tag)] == [0, 1, 2]
     projected = folder / "tensorboard" / "00000" / "encoder"
     names = (projected / "metadata.tsv").read_text().split()
@@ -224,7 +224,7 @@ def test_unlabeled_images_have_pictures_too(tmp_path: Path) -> None:
         ]
     )
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [event.step for event in found.Images("embedding/neighbours")] == [0, 1]
+    assert [event.step for event in found.Images("embedding/neighbors")] == [0, 1]
     assert (
         "image"
         in (tmp_path / "run" / "tensorboard" / "00000" / "encoder" / "metadata.tsv").read_text()

@@ -191,7 +191,7 @@ class RunWriter:
 
         rows = pictures.nearest_neighbors(features, labels)
         grid = pictures.neighbor_grid(images, rows, labels)
-        self._writer.add_image("embedding/neighbours", grid, round_number, dataformats="HWC")
+        self._writer.add_image("embedding/neighbors", grid, round_number, dataformats="HWC")
         figure = pictures.embedding_map(features, labels, classes)
         self._writer.add_image(
             "embedding/map", plots.pixels(figure), round_number, dataformats="HWC"
