@@ -70,7 +70,7 @@ def open_run(trainer: FederatedTrainer) -> tuple[IO[str], Checkpoint]:
             UnfinishedRound(folder).clear()  # Updates of a first round that other code began.
         _describe(trainer, code)
         trainer.described = describe(folder)
-        if latest is None and (trainer.fork or not identity.typed):
+        if latest is None and (trainer.fork or not identity.typed) and not (folder / FORK).exists():
             # The forked run may train on before this one has a checkpoint, and weights that were
             # made in Python are different in the next process.
             save_record(folder / FORK, checkpoint[1].tensors(), {})
